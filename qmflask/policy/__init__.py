@@ -1,0 +1,1 @@
+"""Pure scheduling decisions: what must stop, and who is served when."""
