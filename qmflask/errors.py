@@ -184,7 +184,7 @@ class StoreFull(Unavailable):
     code = "store_full"
 
 
-class ClientGone(Exception):  # noqa: N818 - it is an event, and no answer can be sent
+class ClientGone(Exception):
     """Raised inside a request whose client has left or which was cancelled; never becomes a response body."""
 
 

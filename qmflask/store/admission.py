@@ -1,0 +1,252 @@
+"""The request's side of the store: arrive, be granted, end, be cancelled. Each function is one short transaction."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from qmflask.policy.schedule import Action, Reject, RequestView, Serve, Snapshot, admit
+from qmflask.store import reading
+from qmflask.store.database import Store
+from qmflask.store.reading import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as it arrives. Times are monotonic nanoseconds; `detail` is JSON for people."""
+
+    public_id: str
+    worker: str
+    kind: str
+    model: str
+    arrival: int
+    arrival_wall: float
+    priority: int = 0
+    patience_at: int = 0
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The worker's configuration is older than the store's; take up `generation` and ask again."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The lease is in the store."""
+
+    id: int
+    proxy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The row waits for the leader."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The outcome of a waiting request: granted (with the model server's address), done or failed."""
+
+    id: int
+    state: str
+    paid: bool
+    proxy: str | None
+    error_code: str | None
+    error_message: str | None
+    retry_after: int | None
+
+
+class Admissions:
+    """The fast path: decides in the request's own transaction, with a snapshot cached by schedule_version."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key: tuple[int, int, int] | None = None
+        self._snapshot: Snapshot | None = None
+
+    def admit(self, rules: Rules, generation: int, arrival: Arrival, now: int) -> Granted | Queued | Reject | Stale:
+        """Grant at once, queue or refuse `arrival`; `generation` is the configuration that `rules` are made of."""
+        with self._store.write() as tx:
+            row = tx.execute(
+                "UPDATE scheduler SET tick = tick + 1 RETURNING schedule_version, config_generation, tick"
+            ).fetchone()
+            if row["config_generation"] != generation:
+                return Stale(row["config_generation"])
+            action = self._decide(tx, rules, row["schedule_version"], generation, arrival, now)
+            if isinstance(action, Reject):
+                return action
+            if isinstance(action, Serve):
+                return _grant_new(tx, arrival, row["tick"], now)
+            return Queued(_insert(tx, arrival, "queued", None))
+
+    def _decide(
+        self, tx: sqlite3.Connection, rules: Rules, version: int, generation: int, arrival: Arrival, now: int
+    ) -> Action:
+        key = (version, generation, id(rules))
+        if key != self._key or self._snapshot is None:
+            self._snapshot = reading.snapshot(tx, rules, whole=False)
+            self._key = key
+        snapshot = self._snapshot
+        rule = snapshot.models.get(arrival.model)
+        if rule is not None and rule.concurrency_limit:
+            query = "SELECT COUNT(*) FROM requests WHERE model = ? AND kind = 'infer'"
+            count = tx.execute(query, (arrival.model,)).fetchone()[0]
+            snapshot = dataclasses.replace(snapshot, in_system={arrival.model: count})
+        request = RequestView(0, arrival.model, arrival.arrival, arrival.priority, arrival.patience_at)
+        return admit(snapshot, request, now)
+
+
+def _grant_new(tx: sqlite3.Connection, arrival: Arrival, tick: int, now: int) -> Granted:
+    request = _insert(tx, arrival, "granted", now)
+    proxy = tx.execute(
+        "UPDATE processes SET tick = ? WHERE model = ? RETURNING proxy", (tick, arrival.model)
+    ).fetchone()["proxy"]
+    return Granted(request, proxy)
+
+
+def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, granted_at: int | None) -> int:
+    cursor = tx.execute(
+        "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
+        " granted_at, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            arrival.public_id,
+            arrival.worker,
+            arrival.kind,
+            arrival.model,
+            state,
+            arrival.arrival,
+            arrival.arrival_wall,
+            arrival.priority,
+            arrival.patience_at,
+            granted_at,
+            arrival.detail,
+        ),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
+    """Queue a command for the leader (load, unload, reload) without deciding; returns the row's id."""
+    with store.write() as tx:
+        return _insert(tx, arrival, state, None)
+
+
+def release(store: Store, request: int, model: str, now: int, hold_until: int | None) -> bool:
+    """End a lease; True when the leader should look: somebody waits, or the model drains.
+
+    `hold_until` None leaves the hold as it is, 0 ends it.
+    """
+    with store.write() as tx:
+        tx.execute("DELETE FROM requests WHERE id = ?", (request,))
+        tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
+        row = tx.execute(
+            "UPDATE processes SET tick = ?, idle_since = ? WHERE model = ? RETURNING state, hold_until",
+            (tick, now, model),
+        ).fetchone()
+        if hold_until is not None and row is not None and row["hold_until"] != hold_until:
+            tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))
+            tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
+        waiting = tx.execute("SELECT EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')").fetchone()[0]
+        return bool(waiting) or (row is not None and row["state"] == "draining")
+
+
+def withdraw(store: Store, request: int) -> bool:
+    """Remove a waiting row whose client left; True if there was one."""
+    with store.write() as tx:
+        return tx.execute("DELETE FROM requests WHERE id = ?", (request,)).rowcount > 0
+
+
+def outcomes(store: Store, waiting: Collection[int]) -> list[Ended]:
+    """What became of the waiting requests with these ids; those still waiting are left out."""
+    with store.read() as tx:
+        rows = tx.execute(
+            "SELECT r.id, r.state, r.paid, p.proxy, r.error_code, r.error_message, r.retry_after FROM requests r"
+            " LEFT JOIN processes p ON p.model = r.model"
+            " WHERE r.id IN (SELECT value FROM json_each(?)) AND r.state NOT IN ('queued', 'pending')",
+            (json.dumps(list(waiting)),),
+        ).fetchall()
+    return [Ended(**{**dict(row), "paid": bool(row["paid"])}) for row in rows]
+
+
+def missing(store: Store, ids: Collection[int]) -> set[int]:
+    """Which of these ids have no row any more (the store was replaced, or somebody thought the worker dead)."""
+    with store.read() as tx:
+        rows = tx.execute(
+            "SELECT id FROM requests WHERE id IN (SELECT value FROM json_each(?))", (json.dumps(list(ids)),)
+        )
+        found = {row["id"] for row in rows}
+    return set(ids) - found
+
+
+def own_rows(store: Store, worker: str) -> set[int]:
+    """Ids of all rows of one worker."""
+    with store.read() as tx:
+        return {row["id"] for row in tx.execute("SELECT id FROM requests WHERE worker = ?", (worker,))}
+
+
+def drop_rows(store: Store, ids: Sequence[int]) -> None:
+    """Delete rows of this worker that its memory does not know (a release that failed)."""
+    with store.write() as tx:
+        tx.executemany("DELETE FROM requests WHERE id = ?", [(row,) for row in ids])
+
+
+def reinsert(store: Store, arrival: Arrival, now: int) -> int:
+    """Insert a lease again that the store lost; returns its new id."""
+    with store.write() as tx:
+        return _insert(tx, arrival, "granted", now)
+
+
+def cancel(store: Store, public_id: str) -> list[str]:
+    """Mark a request as cancelled; returns the workers to wake (empty: no such request)."""
+    with store.write() as tx:
+        rows = tx.execute(
+            "UPDATE requests SET cancelled = 1 WHERE public_id = ? AND kind = 'infer' RETURNING worker",
+            (public_id,),
+        ).fetchall()
+        return [row["worker"] for row in rows if row["worker"]]
+
+
+def cancelled(store: Store, worker: str) -> list[int]:
+    """Ids of this worker's requests that somebody cancelled."""
+    with store.read() as tx:
+        rows = tx.execute("SELECT id FROM requests WHERE worker = ? AND cancelled = 1", (worker,))
+        return [row["id"] for row in rows]
+
+
+def register_worker(store: Store, worker: str, pid: int, start_ticks: int, master: str) -> None:
+    """Enter a worker that has just been forked."""
+    with store.write() as tx:
+        tx.execute(
+            "INSERT OR REPLACE INTO workers (id, pid, start_ticks, master, draining, started_wall) VALUES (?, ?, ?, ?, 0, ?)",
+            (worker, pid, start_ticks, master, time.time()),
+        )
+
+
+def set_draining(store: Store, worker: str) -> None:
+    """Mark a worker that takes no new requests."""
+    with store.write() as tx:
+        tx.execute("UPDATE workers SET draining = 1 WHERE id = ?", (worker,))
+
+
+def publish_configuration(store: Store, expected: int, fingerprint: str, master: str | None) -> int | None:
+    """Make generation `expected` + 1 the one in force; None when somebody else was faster.
+
+    Call it after the resolved file of that generation is on disk.
+    """
+    with store.write() as tx:
+        done = tx.execute(
+            "UPDATE scheduler SET config_generation = ?, config_fingerprint = ?, config_error = NULL, config_wall = ?,"
+            " master = COALESCE(?, master), schedule_version = schedule_version + 1 WHERE config_generation = ?",
+            (expected + 1, fingerprint, time.time(), master, expected),
+        ).rowcount
+        return expected + 1 if done else None

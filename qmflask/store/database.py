@@ -1,0 +1,223 @@
+"""Opening `state.db`: connection, schema, boot check, and the only kind of write transaction there is."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qmflask import errors
+from qmflask.store.schema import FORGET_ON_BOOT, SCHEMA, SCHEMA_VERSION
+
+#: How long a statement waits for another process's write transaction, in milliseconds.
+BUSY_TIMEOUT_MS = 5000
+
+_NETWORK_FILESYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "9p",
+    "fuse.sshfs",
+    "ceph",
+    "glusterfs",
+    "lustre",
+}
+
+
+class StoreError(Exception):
+    """Raised when the state directory cannot be used; the message says what to do."""
+
+
+class StoreTooNew(StoreError):
+    """Raised when the database was written by a newer major version of qmflask."""
+
+
+class Deposed(Exception):
+    """Raised by a leader's write when the term in the store is no longer its own."""
+
+
+def prepare_state_directory(path: Path) -> list[str]:
+    """Create `path` (0700) with its sub-folders; returns warnings. Raises StoreError where it cannot serve.
+
+    The directory must be local: SQLite's WAL and flock do not hold over a network file system.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o700)
+        for name in ("spawn", "wake", "logs"):
+            (path / name).mkdir(mode=0o700, exist_ok=True)
+    except OSError as err:
+        raise StoreError(
+            f"state directory {path}: {err.strerror}; set QMFLASK_STATE to a writable local folder"
+        ) from err
+    kind = _filesystem_of(path)
+    if kind in _NETWORK_FILESYSTEMS:
+        raise StoreError(
+            f"state directory {path} is on {kind}; locks do not hold there, set QMFLASK_STATE to a local folder"
+        )
+    if path.resolve().parts[:2] in (("/", "tmp"),) or path.resolve().parts[:3] == ("/", "var", "tmp"):
+        return [f"state directory {path} is in a folder that is cleaned regularly; set QMFLASK_STATE to a lasting one"]
+    return []
+
+
+def _filesystem_of(path: Path) -> str:
+    """Type of the file system that holds `path`, by the longest mount point in /proc/self/mounts."""
+    best, kind = "", ""
+    target = str(path.resolve())
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, mount, fstype, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        inside = target == mount or target.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, fstype
+    return kind
+
+
+class Store:
+    """One connection to `state.db`, shared by the threads of a process behind a lock.
+
+    Build it after fork. `boot_id` is this boot's; rows of another boot are dropped on open.
+    """
+
+    def __init__(self, directory: Path, boot_id: str) -> None:
+        self.directory = directory
+        self.path = directory / "state.db"
+        self.boot_id = boot_id
+        self._lock = threading.RLock()
+        self._connection = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path,
+            timeout=BUSY_TIMEOUT_MS / 1000,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        connection.row_factory = sqlite3.Row
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version > SCHEMA_VERSION:
+                raise StoreTooNew(
+                    f"{self.path} was written by a newer qmflask (version {version}, this one knows {SCHEMA_VERSION}); "
+                    "upgrade, or set QMFLASK_STATE to another folder"
+                )
+            self._migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self.path.chmod(0o600)
+        self._inode = _inode(self.path)
+        return connection
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in _statements(SCHEMA):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
+            if row is None:
+                connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
+            elif row["boot_id"] != self.boot_id:
+                for statement in _statements(FORGET_ON_BOOT):
+                    connection.execute(statement)
+                connection.execute("UPDATE scheduler SET boot_id = ?", (self.boot_id,))
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def write(self, generation: int | None = None) -> Iterator[sqlite3.Connection]:
+        """A write transaction (`BEGIN IMMEDIATE`); commits at the end, rolls back on any exception.
+
+        With `generation` it is a leader's: Deposed is raised unless that is still the term. Raises errors.StoreBusy
+        when another process keeps the lock, errors.StoreFull when the disk is full.
+        """
+        with self._lock:
+            connection = self._connection
+            with _translated(self.path):
+                connection.execute("BEGIN IMMEDIATE")
+                try:
+                    if generation is not None:
+                        _check_term(connection, generation)
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException:
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A read transaction: all its statements see one state of the database."""
+        with self._lock:
+            connection = self._connection
+            with _translated(self.path):
+                connection.execute("BEGIN")
+                try:
+                    yield connection
+                finally:
+                    if connection.in_transaction:
+                        connection.execute("COMMIT")
+
+    def replaced(self) -> bool:
+        """True when the file at the path is no longer the one we have open (it was removed or replaced)."""
+        return _inode(self.path) != self._inode
+
+    def reopen(self) -> None:
+        """Open the path anew, after `replaced()`."""
+        with self._lock:
+            self._connection.close()
+            self._connection = self._open()
+
+    def close(self) -> None:
+        """Close the connection; the store cannot be used afterwards."""
+        with self._lock:
+            self._connection.close()
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _statements(script: str) -> list[str]:
+    """The single statements of a script without its comments; sqlite3's executescript would commit our transaction."""
+    code = "\n".join(line.split("--", 1)[0] for line in script.splitlines())
+    return [statement for statement in code.split(";") if statement.strip()]
+
+
+def _check_term(connection: sqlite3.Connection, generation: int) -> None:
+    current = connection.execute("SELECT generation FROM scheduler").fetchone()[0]
+    if current != generation:
+        raise Deposed(f"term {generation} is over, {current} leads")
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as err:
+        text = str(err)
+        if "locked" in text or "busy" in text:
+            raise errors.StoreBusy(f"the state store stayed locked ({path}); try again", retry_after=1) from err
+        if "full" in text or "disk I/O" in text:
+            raise errors.StoreFull(f"the disk with {path} is full; free some space", retry_after=10) from err
+        raise

@@ -1,0 +1,101 @@
+"""Reading the store: snapshots for decisions and rows for status pages; writes nothing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qmflask.policy.schedule import EvictionPolicy, ModelRule, RequestView, Snapshot
+from qmflask.states import State
+from qmflask.store.rows import ProcessRow, RequestRow, SchedulerRow, SwapRow, WorkerRow
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The configuration as the scheduler needs it; made once a configuration generation and set of learned sizes."""
+
+    models: Mapping[str, ModelRule]
+    policy: EvictionPolicy
+    launch_hashes: Mapping[str, str]
+
+
+def scheduler(tx: sqlite3.Connection) -> SchedulerRow:
+    """The one row of `scheduler`."""
+    return SchedulerRow.of(tx.execute("SELECT * FROM scheduler").fetchone())
+
+
+def processes(tx: sqlite3.Connection) -> dict[str, ProcessRow]:
+    """All process rows by model."""
+    return {row["model"]: ProcessRow.of(row) for row in tx.execute("SELECT * FROM processes")}
+
+
+def process(tx: sqlite3.Connection, model: str) -> ProcessRow | None:
+    """One process row, None for a model that was never started."""
+    row = tx.execute("SELECT * FROM processes WHERE model = ?", (model,)).fetchone()
+    return ProcessRow.of(row) if row else None
+
+
+def swaps(tx: sqlite3.Connection) -> list[SwapRow]:
+    """Open swaps, oldest first."""
+    return [SwapRow.of(row) for row in tx.execute("SELECT * FROM swaps ORDER BY id")]
+
+
+def requests(tx: sqlite3.Connection, *states: str) -> list[RequestRow]:
+    """Requests in the given states, in arrival order."""
+    marks = ",".join("?" * len(states))
+    query = f"SELECT * FROM requests WHERE state IN ({marks}) ORDER BY arrival, id"
+    return [RequestRow.of(row) for row in tx.execute(query, states)]
+
+
+def workers(tx: sqlite3.Connection) -> list[WorkerRow]:
+    """Registered workers, alive or not."""
+    return [WorkerRow.of(row) for row in tx.execute("SELECT * FROM workers ORDER BY started_wall, id")]
+
+
+def sample(tx: sqlite3.Connection) -> dict[str, Any]:
+    """The newest memory sample; empty before the first."""
+    row = tx.execute("SELECT at, body FROM samples").fetchone()
+    return {"at": row["at"], **json.loads(row["body"])} if row else {}
+
+
+def learned_sizes(tx: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+    """Learned peaks (vram, ram) in bytes by launch hash."""
+    return {row["launch_hash"]: (row["vram"], row["ram"]) for row in tx.execute("SELECT * FROM sizes")}
+
+
+def leases(tx: sqlite3.Connection) -> dict[str, int]:
+    """Granted requests by model."""
+    query = "SELECT model, COUNT(*) AS n FROM requests WHERE state = 'granted' GROUP BY model"
+    return {row["model"]: row["n"] for row in tx.execute(query)}
+
+
+def snapshot(tx: sqlite3.Connection, rules: Rules, *, whole: bool) -> Snapshot:
+    """What a decision looks at. `whole` adds queue and lease counts; without them it may be cached by schedule_version,
+    because nothing else in it changes without a bump."""
+    counts = leases(tx) if whole else {}
+    views = {
+        row.model: row.view(counts.get(row.model, 0), rules.launch_hashes.get(row.model))
+        for row in processes(tx).values()
+        if row.state is not State.STOPPED or row.failure_code is not None
+    }
+    queue: list[RequestView] = []
+    in_system: dict[str, int] = dict(counts)
+    if whole:
+        for request in requests(tx, "queued"):
+            queue.append(request.view())
+            if request.kind == "infer":
+                in_system[request.model] = in_system.get(request.model, 0) + 1
+    memory = sample(tx)
+    return Snapshot(
+        models=rules.models,
+        policy=rules.policy,
+        processes=views,
+        queue=queue,
+        swaps=[row.view() for row in swaps(tx)],
+        in_system=in_system,
+        vram_ceiling=memory.get("vram_ceiling"),
+        ram_ceiling=memory.get("ram_ceiling"),
+    )

@@ -1,0 +1,230 @@
+"""The leader's side of the store: terms, states, swaps and grants. Each function runs inside a leader's transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from qmflask.errors import QmflaskError
+from qmflask.states import Phase, State, check_transition
+from qmflask.store import reading
+from qmflask.store.database import Store
+from qmflask.store.rows import ProcessRow
+
+
+def take_office(store: Store, worker: str, now: int) -> int:
+    """Begin a new term for `worker`; returns its generation, on which every later write is conditional."""
+    with store.write() as tx:
+        row = tx.execute(
+            "UPDATE scheduler SET generation = generation + 1, leader = ?, heartbeat = ?,"
+            " schedule_version = schedule_version + 1 RETURNING generation",
+            (worker, now),
+        ).fetchone()
+        return int(row["generation"])
+
+
+def leave_office(store: Store, generation: int) -> None:
+    """Write that nobody leads, if the term is still this one."""
+    with store.write() as tx:
+        tx.execute("UPDATE scheduler SET leader = NULL, heartbeat = 0 WHERE generation = ?", (generation,))
+
+
+def beat(tx: sqlite3.Connection, now: int) -> None:
+    """The leader lives."""
+    tx.execute("UPDATE scheduler SET heartbeat = ?", (now,))
+
+
+def bump(tx: sqlite3.Connection) -> None:
+    """Tell every cached snapshot that it is old."""
+    tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
+
+
+def set_state(tx: sqlite3.Connection, model: str, new: State, reason: str | None, **columns: Any) -> None:
+    """The one writer of a process's state: checks the table, stores term, reason and time, bumps the version.
+
+    `columns` are further columns of `processes` to set. Raises ValueError for a transition that the table lacks.
+    """
+    row = tx.execute("SELECT state FROM processes WHERE model = ?", (model,)).fetchone()
+    if row is None:
+        tx.execute("INSERT INTO processes (model) VALUES (?)", (model,))
+    check_transition(State(row["state"]) if row else State.STOPPED, new)
+    if new is State.STOPPING:
+        columns = {"stop_reason": reason, **columns}
+    columns = {"state": new.value, "reason": reason, "changed_wall": time.time(), **columns}
+    update_process(tx, model, **columns)
+    tx.execute("UPDATE processes SET generation = (SELECT generation FROM scheduler) WHERE model = ?", (model,))
+    bump(tx)
+
+
+def update_process(tx: sqlite3.Connection, model: str, **columns: Any) -> None:
+    """Set columns of a process row other than its state."""
+    names = ", ".join(f"{name} = ?" for name in columns)
+    tx.execute(f"UPDATE processes SET {names} WHERE model = ?", (*columns.values(), model))
+
+
+def forget_failure(tx: sqlite3.Connection, model: str) -> None:
+    """End a back-off: success, a changed configuration or an explicit load."""
+    update_process(tx, model, failure_code=None, failure_message=None, retry_at=0, attempts=0)
+    bump(tx)
+
+
+def idle(tx: sqlite3.Connection, model: str) -> bool:
+    """True when nobody holds a lease on the model; the check that stands beside every stop for others' sake."""
+    query = "SELECT NOT EXISTS (SELECT 1 FROM requests WHERE model = ? AND state = 'granted')"
+    return bool(tx.execute(query, (model,)).fetchone()[0])
+
+
+def open_swap(
+    tx: sqlite3.Connection,
+    target: str,
+    victims: Sequence[str],
+    blockers: Sequence[str],
+    reason: str,
+    now: int,
+) -> int:
+    """Record a swap in its first phase; returns its id. The target is stamped as used."""
+    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
+    tx.execute("INSERT OR IGNORE INTO processes (model) VALUES (?)", (target,))
+    tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, target))
+    cursor = tx.execute(
+        "INSERT INTO swaps (target, victims, blockers, reason, phase, created_at, generation)"
+        " VALUES (?, ?, ?, ?, ?, ?, (SELECT generation FROM scheduler))",
+        (target, json.dumps(list(victims)), json.dumps(list(blockers)), reason, Phase.DRAINING.value, now),
+    )
+    bump(tx)
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def set_phase(tx: sqlite3.Connection, swap: int, phase: Phase, **columns: Any) -> None:
+    """Write the phase before its work is done."""
+    columns = {"phase": phase.value, **columns}
+    names = ", ".join(f"{name} = ?" for name in columns)
+    tx.execute(f"UPDATE swaps SET {names} WHERE id = ?", (*columns.values(), swap))
+    bump(tx)
+
+
+def close_swap(tx: sqlite3.Connection, swap: int) -> None:
+    """The swap is over, whatever came of it."""
+    tx.execute("DELETE FROM swaps WHERE id = ?", (swap,))
+    bump(tx)
+
+
+def grant(tx: sqlite3.Connection, ids: Iterable[int], model: str, now: int, *, paid: bool) -> set[str]:
+    """Grant queued requests their leases; returns the workers to wake. Rows that have left meanwhile are passed over.
+
+    Loads and preloads want no lease: they are done.
+    """
+    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
+    tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, model))
+    woken: set[str] = set()
+    for request in ids:
+        row = tx.execute(
+            "UPDATE requests SET state = CASE kind WHEN 'infer' THEN 'granted' ELSE 'done' END, granted_at = ?, paid = ?"
+            " WHERE id = ? AND state = 'queued' RETURNING worker",
+            (now, int(paid), request),
+        ).fetchone()
+        if row is not None and row["worker"]:
+            woken.add(row["worker"])
+    tx.execute("DELETE FROM requests WHERE worker IS NULL AND state = 'done'")
+    return woken
+
+
+def waiting_for(tx: sqlite3.Connection, model: str) -> list[int]:
+    """Ids of the queued requests for a model, in arrival order."""
+    query = "SELECT id FROM requests WHERE model = ? AND state = 'queued' ORDER BY arrival, id"
+    return [row["id"] for row in tx.execute(query, (model,))]
+
+
+def fail(tx: sqlite3.Connection, ids: Iterable[int], error: QmflaskError) -> set[str]:
+    """Answer waiting requests with an error; returns the workers to wake."""
+    woken: set[str] = set()
+    for request in ids:
+        row = tx.execute(
+            "UPDATE requests SET state = 'failed', error_code = ?, error_message = ?, retry_after = ?"
+            " WHERE id = ? AND state IN ('queued', 'pending') RETURNING worker",
+            (error.code, error.message, error.retry_after, request),
+        ).fetchone()
+        if row is not None and row["worker"]:
+            woken.add(row["worker"])
+    tx.execute("DELETE FROM requests WHERE worker IS NULL AND state = 'failed'")
+    return woken
+
+
+def finish(tx: sqlite3.Connection, ids: Iterable[int]) -> set[str]:
+    """A command row (load, unload, reload) is done; returns the workers to wake."""
+    woken: set[str] = set()
+    for request in ids:
+        row = tx.execute("UPDATE requests SET state = 'done' WHERE id = ? RETURNING worker", (request,)).fetchone()
+        if row is not None and row["worker"]:
+            woken.add(row["worker"])
+    tx.execute("DELETE FROM requests WHERE worker IS NULL AND state = 'done'")
+    return woken
+
+
+def mark_queued(tx: sqlite3.Connection, request: int) -> None:
+    """A pending command becomes a waiter like any other."""
+    tx.execute("UPDATE requests SET state = 'queued' WHERE id = ? AND state = 'pending'", (request,))
+
+
+def drop_dead_workers(tx: sqlite3.Connection, dead: Collection[str]) -> int:
+    """Remove workers and all their rows: leases, queued requests, commands; returns how many rows went."""
+    gone = 0
+    for worker in dead:
+        gone += tx.execute("DELETE FROM requests WHERE worker = ?", (worker,)).rowcount
+        tx.execute("DELETE FROM workers WHERE id = ?", (worker,))
+    if dead:
+        bump(tx)
+    return gone
+
+
+def drop_strangers(tx: sqlite3.Connection) -> None:
+    """Remove rows of workers that are not registered (their registration was removed with them)."""
+    tx.execute("DELETE FROM requests WHERE worker IS NOT NULL AND worker NOT IN (SELECT id FROM workers)")
+
+
+def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, now: int, patience_at: int) -> bool:
+    """Queue the preload list once for this master; True if it was queued now."""
+    done = tx.execute("UPDATE scheduler SET preloaded_for = ? WHERE preloaded_for <> ?", (master, master)).rowcount
+    for offset, model in enumerate(models if done else ()):
+        tx.execute(
+            "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
+            " VALUES (?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            (f"preload-{offset}", model, now + offset, time.time(), patience_at),
+        )
+    return bool(done)
+
+
+def write_sample(tx: sqlite3.Connection, at: int, body: dict[str, Any]) -> None:
+    """Store the newest memory sample; bumps only when a ceiling changed."""
+    before = reading.sample(tx)
+    tx.execute("INSERT OR REPLACE INTO samples (id, at, body) VALUES (1, ?, ?)", (at, json.dumps(body)))
+    if any(before.get(key) != body.get(key) for key in ("vram_ceiling", "ram_ceiling")):
+        bump(tx)
+
+
+def learn_size(tx: sqlite3.Connection, launch_hash: str, model: str, vram: int, ram: int) -> bool:
+    """Raise the learned peak of a launch hash; True if it rose."""
+    row = tx.execute("SELECT vram, ram FROM sizes WHERE launch_hash = ?", (launch_hash,)).fetchone()
+    if row is not None and row["vram"] >= vram and row["ram"] >= ram:
+        return False
+    peak = (max(vram, row["vram"]), max(ram, row["ram"])) if row else (vram, ram)
+    tx.execute(
+        "INSERT OR REPLACE INTO sizes (launch_hash, model, vram, ram, seen_wall) VALUES (?, ?, ?, ?, ?)",
+        (launch_hash, model, *peak, time.time()),
+    )
+    bump(tx)
+    return True
+
+
+def live_ports(rows: Iterable[ProcessRow]) -> set[int]:
+    """Ports that rows of models which are not down own."""
+    return {row.port for row in rows if row.port is not None and row.state not in (State.STOPPED, State.FAILED)}
+
+
+def set_config_error(tx: sqlite3.Connection, error: str | None) -> None:
+    """Remember why the newest configuration was not taken, for `/api/config` and `/running`."""
+    tx.execute("UPDATE scheduler SET config_error = ?", (error,))

@@ -1,0 +1,75 @@
+"""Wake-ups between processes: one datagram socket per worker in the state directory.
+
+A datagram only says "look at your rows"; the receiver re-reads the store and never trusts the message, so a lost or
+forged one costs at most the next regular look.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+#: What the receiver should look at first.
+ROWS = b"r"  # outcomes of its waiting requests
+LEADER = b"l"  # the queue, if it leads
+CANCEL = b"c"  # its requests that somebody cancelled
+EVENT = b"e"  # something pages show has changed
+
+
+class Mailbox:
+    """The receiving end of one worker and its means to reach the others. Build it after fork; `close` ends it."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._name = name
+        # Names are bound through this descriptor: a Unix socket's path may have 107 bytes only, state directories more.
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sender.setblocking(False)
+        try:
+            os.unlink(self._file(name), dir_fd=self._directory)
+        except FileNotFoundError:
+            pass
+        self._socket.bind(self._address(name))
+
+    def _file(self, name: str) -> str:
+        return f"{name}.sock"
+
+    def _address(self, name: str) -> str:
+        return f"/proc/self/fd/{self._directory}/{self._file(name)}"
+
+    def receive(self, timeout: float) -> bytes:
+        """Wait for datagrams at most `timeout` seconds; returns the kinds that came, b"" if none did."""
+        self._socket.settimeout(timeout)
+        try:
+            kinds = self._socket.recv(16)
+        except TimeoutError:
+            return b""
+        self._socket.setblocking(False)
+        try:
+            while True:  # one look serves all that came together
+                kinds += self._socket.recv(16)
+        except BlockingIOError:
+            return bytes(set(kinds))
+
+    def send(self, name: str, kind: bytes) -> None:
+        """Wake the worker `name`. Never blocks; whoever is gone or full looks at its rows anyway."""
+        try:
+            self._sender.sendto(kind, self._address(name))
+        except OSError:
+            return
+
+    def remove(self, name: str) -> None:
+        """Remove the socket file of a dead worker."""
+        try:
+            os.unlink(self._file(name), dir_fd=self._directory)
+        except FileNotFoundError:
+            return
+
+    def close(self) -> None:
+        """Remove our file and close the sockets."""
+        self.remove(self._name)
+        self._socket.close()
+        self._sender.close()
+        os.close(self._directory)
