@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -16,8 +17,8 @@ class Candidacy:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "leader.lock"
-        self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False)
         self._inode: tuple[int, int] | None = None
+        self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._note)
 
     def try_win(self) -> bool:
         """Take the lock if nobody has it; never waits."""
@@ -25,8 +26,11 @@ class Candidacy:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        self._inode = self._on_disk()
         return True
+
+    def _note(self, descriptor: int) -> None:
+        info = os.fstat(descriptor)
+        self._inode = (info.st_dev, info.st_ino)
 
     @property
     def held(self) -> bool:

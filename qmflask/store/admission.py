@@ -9,10 +9,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import Action, Reject, RequestView, Serve, Snapshot, admit
 from qmflask.store import reading
 from qmflask.store.database import Store
-from qmflask.store.reading import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,8 @@ def register_worker(store: Store, worker: str, pid: int, start_ticks: int, maste
     """Enter a worker that has just been forked."""
     with store.write() as tx:
         tx.execute(
-            "INSERT OR REPLACE INTO workers (id, pid, start_ticks, master, draining, started_wall) VALUES (?, ?, ?, ?, 0, ?)",
+            "INSERT OR REPLACE INTO workers (id, pid, start_ticks, master, draining, started_wall)"
+            " VALUES (?, ?, ?, ?, 0, ?)",
             (worker, pid, start_ticks, master, time.time()),
         )
 

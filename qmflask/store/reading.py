@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from qmflask.policy.schedule import EvictionPolicy, ModelRule, RequestView, Snapshot
+from qmflask.policy.rules import Rules
+from qmflask.policy.schedule import RequestView, Snapshot
 from qmflask.states import State
 from qmflask.store.rows import ProcessRow, RequestRow, SchedulerRow, SwapRow, WorkerRow
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The configuration as the scheduler needs it; made once a configuration generation and set of learned sizes."""
-
-    models: Mapping[str, ModelRule]
-    policy: EvictionPolicy
-    launch_hashes: Mapping[str, str]
 
 
 def scheduler(tx: sqlite3.Connection) -> SchedulerRow:

@@ -123,8 +123,8 @@ def grant(tx: sqlite3.Connection, ids: Iterable[int], model: str, now: int, *, p
     woken: set[str] = set()
     for request in ids:
         row = tx.execute(
-            "UPDATE requests SET state = CASE kind WHEN 'infer' THEN 'granted' ELSE 'done' END, granted_at = ?, paid = ?"
-            " WHERE id = ? AND state = 'queued' RETURNING worker",
+            "UPDATE requests SET state = CASE kind WHEN 'infer' THEN 'granted' ELSE 'done' END, granted_at = ?,"
+            " paid = ? WHERE id = ? AND state = 'queued' RETURNING worker",
             (now, int(paid), request),
         ).fetchone()
         if row is not None and row["worker"]:

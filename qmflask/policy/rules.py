@@ -1,0 +1,60 @@
+"""The configuration as the scheduler needs it: model rules, eviction policy and launch hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qmflask.config import Config, Model
+from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
+from qmflask.policy.schedule import EvictionPolicy, ModelRule
+
+SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Made once for each configuration generation and set of learned sizes; never changed."""
+
+    models: Mapping[str, ModelRule]
+    policy: EvictionPolicy
+    launch_hashes: Mapping[str, str]
+
+
+def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
+    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash."""
+    return Rules(
+        models={model.id: _rule(config, model) for model in config.models.values()},
+        policy=_policy(config, {model.id: _charge(model, learned) for model in config.models.values()}),
+        launch_hashes={model.id: model.launch_hash for model in config.models.values()},
+    )
+
+
+def _rule(config: Config, model: Model) -> ModelRule:
+    return ModelRule(
+        id=model.id,
+        concurrency_limit=model.concurrency_limit,
+        priority=config.priority.get(model.id, 0),
+        renders=bool({"image", "video"} & set(model.capabilities.out)),
+        ttl=model.ttl * SECOND,
+    )
+
+
+def _charge(model: Model, learned: Mapping[str, tuple[int, int]]) -> Sizes:
+    vram, ram = learned.get(model.launch_hash, (0, 0))
+    return Sizes(vram=max(model.est_vram, vram), ram=max(model.est_ram, ram))
+
+
+def _policy(config: Config, sizes: Mapping[str, Sizes]) -> EvictionPolicy:
+    groups = [
+        GroupRule(
+            name=name,
+            swap=group.swap,
+            exclusive=group.exclusive,
+            persistent=group.persistent,
+            pool=group.pool,
+            members=group.members,
+        )
+        for name, group in config.groups.items()
+    ]
+    return GroupPolicy(sizes, groups, config.vram_budget, config.ram_budget, config.oversize == "evict")
