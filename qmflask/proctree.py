@@ -1,0 +1,342 @@
+"""Who lives: processes, sessions and process trees as `/proc` shows them, and signals that cannot hit a stranger.
+
+Nothing here needs to be the parent of what it looks at: a model is watched by whoever leads at the moment.
+A zombie counts as dead everywhere (field notes A19): PID 1 of a container may never reap it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+#: Environment variable that marks every process of one start; its value is the token of that start.
+TOKEN_VARIABLE = "QMFLASK_TOKEN"
+
+#: Signals after which a stopped (state T) process must be continued, or it would never see them.
+_NEEDS_CONT = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+
+#: SIGKILL is repeated for processes that were forked while it was delivered; a fork bomb is not chased for ever.
+_KILL_ROUNDS = 5
+
+_GONE = (FileNotFoundError, ProcessLookupError)
+
+
+class Stat(NamedTuple):
+    """The fields of `/proc/PID/stat` that matter here; `start_ticks` is field 22, in ticks since boot."""
+
+    pid: int
+    comm: str
+    state: str
+    ppid: int
+    pgrp: int
+    session: int
+    threads: int
+    start_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        """False for a zombie. A process whose first thread alone has ended shows Z too, but still has threads."""
+        return self.state not in "ZXx" or self.threads > 1
+
+
+def parse_stat(data: bytes) -> Stat:
+    """Parse one `/proc/PID/stat`. The command may hold spaces and brackets, so its end is the last ')'."""
+    opening, closing = data.index(b"("), data.rindex(b")")
+    rest = data[closing + 2 :].split()
+    return Stat(
+        pid=int(data[:opening]),
+        comm=data[opening + 1 : closing].decode("utf-8", "replace"),
+        state=rest[0].decode("ascii"),
+        ppid=int(rest[1]),
+        pgrp=int(rest[2]),
+        session=int(rest[3]),
+        threads=int(rest[17]),
+        start_ticks=int(rest[19]),
+    )
+
+
+def read_stat(pid: int) -> Stat | None:
+    """`/proc/PID/stat`, zombies included; None if there is no such process (or we may not see it)."""
+    data = _read(f"/proc/{pid}/stat")
+    return parse_stat(data) if data else None
+
+
+def _read(path: str) -> bytes | None:
+    """A whole file of `/proc`; None if its process is gone. Out of descriptors is not "gone": that is raised."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (*_GONE, PermissionError):
+        return None
+    try:
+        data = os.read(fd, 65536)
+        if len(data) < 4096:  # the usual case; a short read of /proc is the end of the file
+            return data
+        while chunk := os.read(fd, 1 << 20):
+            data += chunk
+        return data
+    except (*_GONE, PermissionError):
+        return None
+    finally:
+        os.close(fd)
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """The kernel's random id of this boot."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+class Identity(NamedTuple):
+    """One process, for ever: a pid is used again, the pair with its start time in one boot is not."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """Identity of the process that has this pid now; None if there is none or it is a zombie."""
+        stat = read_stat(pid)
+        return cls(pid, stat.start_ticks, boot_id()) if stat and stat.alive else None
+
+    def _stat(self) -> Stat | None:
+        if self.boot_id != boot_id():
+            return None
+        stat = read_stat(self.pid)
+        return stat if stat and stat.start_ticks == self.start_ticks else None
+
+    def alive(self) -> bool:
+        """True if exactly this process runs; False for a zombie, another boot, or a pid used again."""
+        stat = self._stat()
+        return stat is not None and stat.alive
+
+    def stopped(self) -> bool:
+        """True if it is stopped by a signal (state T)."""
+        stat = self._stat()
+        return stat is not None and stat.state == "T"
+
+
+def pidfd(identity: Identity) -> int | None:
+    """A descriptor that becomes readable when the process ends (child of ours or not); the caller closes it.
+
+    None if it is dead already, or on a kernel without pidfds (ask `identity.alive()` to tell them apart).
+    """
+    if identity.boot_id != boot_id():
+        return None
+    try:
+        fd = os.pidfd_open(identity.pid)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):  # old kernel, seccomp, not a thread leader
+            return None
+        raise
+    # Only now is the number pinned: what we look up next is what the descriptor means.
+    if identity.alive():
+        return fd
+    os.close(fd)
+    return None
+
+
+def send(identity: Identity, sig: int) -> bool:
+    """Send a signal to exactly this process; False if it is dead (or may not be signalled: logged)."""
+    _check_signalable(identity.pid)
+    try:
+        fd = pidfd(identity)
+        if fd is not None:
+            try:
+                signal.pidfd_send_signal(fd, sig)
+            finally:
+                os.close(fd)
+            return True
+        if identity.alive():  # no pidfds here: the check just done is the best there is
+            os.kill(identity.pid, sig)
+            return True
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        log.warning("may not send signal %d to pid %d: it runs as another user", sig, identity.pid)
+    return False
+
+
+def _check_signalable(pid: int) -> None:
+    """Numbers below 2 mean "my own group" or "everybody" to kill(2)."""
+    if pid < 2:
+        raise ValueError(f"refusing to signal process or group {pid}")
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _in_session(pid: int, sid: int) -> bool:
+    """One cheap system call instead of opening a file; true for zombies too."""
+    try:
+        return os.getsid(pid) == sid
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        stat = read_stat(pid)
+        return stat is not None and stat.session == sid
+
+
+def _needle(token: str, variable: str = TOKEN_VARIABLE) -> bytes:
+    return os.fsencode(f"{variable}={token}")
+
+
+def _carries(pid: int, needle: bytes) -> bool:
+    """True if the environment the process was started with has this `NAME=value`."""
+    data = _read(f"/proc/{pid}/environ")
+    if not data or needle not in data:
+        return False
+    return needle in data.split(b"\0")
+
+
+def _session_is_ours(sid: int, leader: Identity | None) -> bool:
+    """False if the number `sid` now belongs to a process that is not the leader we knew."""
+    if leader is None:
+        return True
+    if leader.boot_id != boot_id():
+        return False
+    stat = read_stat(sid)
+    return stat is None or stat.start_ticks == leader.start_ticks
+
+
+def _scan(sid: int | None, token: str | None, leader: Identity | None = None) -> Iterator[Stat]:
+    """Every process, zombies included, of the session or with the token; never ourselves.
+
+    Membership is asked again after the identity was read, so that no stranger who got the number meanwhile is taken for
+    a member.
+    """
+    if sid is not None and not _session_is_ours(sid, leader):
+        sid = None
+    needle = _needle(token) if token else None
+    me = os.getpid()
+
+    def member(pid: int) -> bool:
+        return (sid is not None and _in_session(pid, sid)) or (needle is not None and _carries(pid, needle))
+
+    for pid in _pids():
+        if pid != me and member(pid):
+            stat = read_stat(pid)
+            # A zombie has lost its environment, so its second answer may differ; it only counts as dead anyway.
+            if stat is not None and (not stat.alive or member(pid)):
+                yield stat
+
+
+def _identities(stats: Iterator[Stat], include_zombies: bool = False) -> list[Identity]:
+    boot = boot_id()
+    return [Identity(s.pid, s.start_ticks, boot) for s in stats if include_zombies or s.alive]
+
+
+def session_members(sid: int, include_zombies: bool = False, leader: Identity | None = None) -> list[Identity]:
+    """Processes of the session, whatever their group. `leader`, if known, guards against a reused session id."""
+    return _identities(_scan(sid, None, leader), include_zombies)
+
+
+def session_alive(sid: int, leader: Identity | None = None) -> bool:
+    """True if any process of the session lives. The usual answers cost some microseconds, the last one a scan."""
+    if not _session_is_ours(sid, leader):
+        return False
+    stat = read_stat(sid)
+    if stat is not None and stat.alive and stat.session == sid:
+        return True
+    return any(member.alive for member in _scan(sid, None, leader))
+
+
+def token_members(token: str) -> list[Identity]:
+    """Living processes whose environment carries the token, wherever they went (field notes A18, DESIGN section 3)."""
+    return _identities(_scan(None, token))
+
+
+def tree(sid: int, token: str, leader: Identity | None = None) -> list[Identity]:
+    """Living processes of the session, and those with the token that left it (double fork, setsid)."""
+    return _identities(_scan(sid, token, leader))
+
+
+def signal_tree(sid: int, token: str, sig: int, leader: Identity | None = None) -> int:
+    """Signal the whole tree: its group at once, then each member outside of it. Returns how many were reached.
+
+    Stopped processes are continued after a polite signal, as they would not see it. What a process forks after a polite
+    signal may be part of its clean-up, so only SIGKILL is repeated for newcomers.
+    """
+    _check_signalable(sid)
+    reached: set[Identity] = set()
+    for _ in range(_KILL_ROUNDS if sig == signal.SIGKILL else 1):
+        fresh = {
+            Identity(stat.pid, stat.start_ticks, boot_id()): stat for stat in _scan(sid, token, leader) if stat.alive
+        }
+        for known in reached:
+            fresh.pop(known, None)
+        if not fresh:
+            break
+        reached.update(_signal_members(sid, sig, fresh))
+        if sig in _NEEDS_CONT:
+            _signal_members(sid, signal.SIGCONT, fresh)
+    return len(reached)
+
+
+def _signal_members(sid: int, sig: int, members: dict[Identity, Stat]) -> list[Identity]:
+    """The group `sid` by one killpg, which no fork can slip through; everybody else through a pidfd."""
+    group = [identity for identity, stat in members.items() if stat.pgrp == sid]
+    # A living member pins the number of its group, so this cannot be somebody else's.
+    reached = group if group and _kill_group(sid, sig) else []
+    return reached + [i for i, stat in members.items() if stat.pgrp != sid and send(i, sig)]
+
+
+def _kill_group(pgrp: int, sig: int) -> bool:
+    if pgrp == os.getpgrp():
+        raise ValueError(f"refusing to signal our own process group {pgrp}")
+    try:
+        os.killpg(pgrp, sig)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        log.warning("may not send signal %d to process group %d: it runs as another user", sig, pgrp)
+        return False
+    return True
+
+
+def file_links(pid: int) -> list[str]:
+    """Where its descriptors lead, such as `/a/file` or `socket:[123]`; [] if gone. Raises PermissionError if hidden."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        names = os.listdir(folder)
+    except _GONE:
+        return []
+    links = []
+    for name in names:
+        try:
+            links.append(os.readlink(f"{folder}/{name}"))
+        except _GONE:  # closed meanwhile
+            continue
+    return links
+
+
+def holders_of_file(path: str) -> list[Identity]:
+    """Living processes, ourselves left out, that hold this file open: the last way to find the tree of a spawn lock.
+
+    Looks at every descriptor of every process: some milliseconds, so nothing for the way of a request.
+    """
+    real = os.path.realpath(path)
+    wanted = {real, f"{real} (deleted)"}
+    found = []
+    for pid in _pids():
+        if pid == os.getpid():
+            continue
+        identity = Identity.of(pid)
+        try:
+            links = file_links(pid) if identity else []
+        except PermissionError:
+            continue
+        if identity and not wanted.isdisjoint(links):
+            found.append(identity)
+    return found
