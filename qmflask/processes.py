@@ -31,8 +31,10 @@ from qmflask.proctree import (
     send,
     session_alive,
     session_members,
+    session_of,
     signal_tree,
     token_members,
+    tokens,
     tree,
 )
 
@@ -57,10 +59,12 @@ __all__ = [
     "send",
     "session_alive",
     "session_members",
+    "session_of",
     "signal_tree",
     "socket_owner",
     "spawn",
     "token_members",
+    "tokens",
     "tree",
 ]
 

@@ -257,6 +257,25 @@ def token_members(token: str) -> list[Identity]:
     return _identities(_scan(None, token))
 
 
+def tokens(prefix: str) -> list[tuple[Identity, str]]:
+    """Living processes whose token starts with `prefix`, with that token: trees that no row may know any more."""
+    start = _needle(prefix)
+    found = []
+    for pid in _pids():
+        data = _read(f"/proc/{pid}/environ") if pid != os.getpid() else None
+        for entry in data.split(b"\0") if data and start in data else ():
+            identity = Identity.of(pid) if entry.startswith(start) else None
+            if identity is not None:
+                found.append((identity, os.fsdecode(entry.split(b"=", 1)[1])))
+    return found
+
+
+def session_of(pid: int) -> int | None:
+    """Session id of a process, zombie or not; None if there is none."""
+    stat = read_stat(pid)
+    return stat.session if stat else None
+
+
 def tree(sid: int, token: str, leader: Identity | None = None) -> list[Identity]:
     """Living processes of the session, and those with the token that left it (double fork, setsid)."""
     return _identities(_scan(sid, token, leader))
