@@ -1,0 +1,18 @@
+"""What all tests share: an environment without surprises."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+#: Variables of the developer's shell that would steer what is tested.
+_STEERING = ("QMFLASK_", "GUNICORN_", "OPENAI_", "ANTHROPIC_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test starts without the variables that steer qmflask, its server or its clients."""
+    for name in list(os.environ):
+        if name.upper().startswith(_STEERING):
+            monkeypatch.delenv(name)
