@@ -1,0 +1,439 @@
+"""Is a model server up yet? Small HTTP exchanges by hand, each with one bound for all of it, that can be ended at once.
+
+Written over sockets: `requests` bounds each read but not the whole, honours proxies and follows redirects, costs five
+times the CPU, and cannot be ended from another thread before the connection stands.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+log = logging.getLogger(__name__)
+
+_MS = 1_000_000
+_SECOND = 1_000_000_000
+
+#: One probe never takes longer: a server that accepts and stalls gets another try (compatibility, "differently").
+PROBE_BOUND_NS = 5 * _SECOND
+
+#: After the status is known, the rest of the answer is awaited this long, so that the server's own write does not fail.
+_DRAIN_NS = 10 * _MS
+
+#: A failed warm-up request is not repeated sooner than this.
+_WARM_UP_PAUSE_NS = 250 * _MS
+
+_UP_BUT_LOCKED = frozenset({401, 403})
+
+_STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? +(\d{3})(?:[ \t][^\n]*)?\r?\n")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one request brought: the HTTP status, or None and an error in words."""
+
+    status: int | None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if the server is up: exactly 200, or it asks for a key that we do not have."""
+        return self.status == 200 or self.status in _UP_BUT_LOCKED
+
+    @property
+    def detail(self) -> str:
+        """The result in words, for a log line or an error message; "" for a plain 200."""
+        if self.error:
+            return self.error
+        if self.status in _UP_BUT_LOCKED:
+            return f"the health check was answered with {self.status}; counted as up (does the server want a key?)"
+        return "" if self.status == 200 else f"the health check was answered with {self.status}"
+
+
+def interval_ns(elapsed_ns: int) -> int:
+    """Time from one probe to the next: 1 % of the time since the start, at least 10 ms, at most 250 ms."""
+    return min(max(elapsed_ns // 100, 10 * _MS), 250 * _MS)
+
+
+class _Stopped(Exception):
+    """Raised inside an exchange when its prober was told to stop."""
+
+
+class _Failed(Exception):
+    """Raised inside an exchange; the text is for people."""
+
+
+class Reply:
+    """The head of an HTTP/1 response and where its end is, fed with bytes as they come. Bodies are not kept."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.complete = False
+        self._head = b""
+        self._left: int | None = None
+        self._chunked = False
+        self._in_body = False
+        self._last = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take what was read. Raises ValueError if it is no HTTP."""
+        if self._in_body:
+            self._body(data)
+            return
+        self._head += data
+        while not self._in_body:
+            line = _STATUS_LINE.match(self._head)
+            if line is None:
+                if b"\n" in self._head or len(self._head) > 4096:
+                    raise ValueError(f"the answer is not HTTP: {self._head[:40]!r}")
+                return
+            status = int(line[1])
+            if status >= 200:
+                self.status = status
+            end = re.search(rb"\r?\n\r?\n", self._head)
+            if end is None:
+                return
+            head, rest = self._head[: end.start()], self._head[end.end() :]
+            if status < 200:  # an interim response; the real one follows
+                self._head = rest
+                if not rest:
+                    return
+                continue
+            self._begin_body(status, head)
+            self._body(rest)
+
+    def _begin_body(self, status: int, head: bytes) -> None:
+        self._in_body = True
+        self._head = b""
+        for line in head.splitlines()[1:]:
+            name, _, value = line.partition(b":")
+            if name.strip().lower() == b"content-length" and value.strip().isdigit():
+                self._left = int(value)
+            elif name.strip().lower() == b"transfer-encoding":
+                self._chunked = b"chunked" in value.lower()
+        if self._chunked:
+            self._left = None
+        elif status in (204, 304):
+            self._left = 0
+
+    def _body(self, data: bytes) -> None:
+        if self._left is not None:
+            self._left -= len(data)
+            self.complete = self._left <= 0
+        elif self._chunked:
+            self._last = (self._last + data)[-7:]
+            self.complete = self._last in (b"\r\n0\r\n\r\n", b"0\r\n\r\n")
+
+    def eof(self) -> None:
+        """The server closed. Without a length this is the end; with one it was cut short and stays incomplete."""
+        if self._in_body and self._left is None and not self._chunked:
+            self.complete = True
+
+
+class _Target:
+    """Where to send what: a URL taken apart, its addresses looked up once in a while."""
+
+    _LOOKUP_NS = _SECOND
+
+    def __init__(self, url: str, host_header: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"not an http URL: {url!r}")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (
+            "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?[]") if parts.query else ""
+        )
+        self.host_header = host_header or parts.netloc.rpartition("@")[2]
+        self._addresses: list[tuple[int, tuple[object, ...]]] = []
+        self._looked_up_ns = 0
+
+    def addresses(self) -> list[tuple[int, tuple[object, ...]]]:
+        """(family, address) in order of preference. Raises _Failed."""
+        now = time.monotonic_ns()
+        if not self._addresses or now - self._looked_up_ns > self._LOOKUP_NS:
+            try:
+                found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                raise _Failed(f"cannot look up {self.host!r}: {error.strerror or error}") from error
+            self._addresses = [(family, address) for family, _, _, _, address in found]
+            self._looked_up_ns = now
+        return self._addresses
+
+    def request(self, body: bytes | None) -> bytes:
+        """The request as bytes: GET, or POST with a JSON body."""
+        lines = [
+            f"{'GET' if body is None else 'POST'} {self.path} HTTP/1.1",
+            f"Host: {re.sub(r'[^!-~]', '', self.host_header)}",
+            "User-Agent: qmflask",
+            "Accept: */*",
+            "Connection: close",
+        ]
+        if body is not None:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + (body or b"")
+
+
+class _Exchange:
+    """One request and its answer, on one connection, until one deadline; `stop_fd` readable ends it at once."""
+
+    def __init__(self, target: _Target, deadline_ns: int, stop_fd: int | None) -> None:
+        self._target = target
+        self._deadline_ns = deadline_ns
+        self._stop_fd = stop_fd
+        self._sock: socket.socket | None = None
+
+    def status(self, body: bytes | None = None, whole: bool = False) -> int:
+        """The status of the answer; with `whole`, once all of it has come. Raises _Failed, _Stopped."""
+        try:
+            sock = self._connect()
+            self._send(sock, self._target.request(body))
+            return self._receive(sock, whole)
+        finally:
+            if self._sock is not None:
+                self._sock.close()
+
+    def _wait(self, sock: socket.socket, events: int) -> None:
+        """Until the socket is ready. Raises TimeoutError at the deadline, _Stopped when told to stop."""
+        poller = select.poll()
+        poller.register(sock, events)
+        if self._stop_fd is not None:
+            poller.register(self._stop_fd, select.POLLIN)
+        left = self._deadline_ns - time.monotonic_ns()
+        ready = poller.poll(left / _MS) if left > 0 else []
+        if any(fd == self._stop_fd for fd, _ in ready):
+            raise _Stopped
+        if not ready:
+            raise TimeoutError
+
+    def _connect(self) -> socket.socket:
+        problem = "no address"
+        for family, address in self._target.addresses():
+            code = self._connect_to(family, address)
+            if code == 0 and self._sock is not None:
+                return self._start_tls(self._sock)
+            problem = "connection refused" if code == errno.ECONNREFUSED else os.strerror(code)
+        raise _Failed(f"{problem} at {self._target.host}:{self._target.port}")
+
+    def _connect_to(self, family: int, address: tuple[object, ...]) -> int:
+        """errno of connecting, 0 for success; the socket is then in `self._sock`."""
+        if self._sock is not None:
+            self._sock.close()
+        try:
+            sock = self._sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            return error.errno or errno.EIO
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            self._wait(sock, select.POLLOUT)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code == 0 and is_self_connected(sock):
+            reset(sock)
+            return errno.ECONNREFUSED
+        return code
+
+    def _start_tls(self, sock: socket.socket) -> socket.socket:
+        if self._target.tls is None:
+            return sock
+        wrapped = self._target.tls.wrap_socket(sock, server_hostname=self._target.host, do_handshake_on_connect=False)
+        self._sock = wrapped
+        self._again(wrapped, wrapped.do_handshake)
+        return wrapped
+
+    def _again(
+        self, sock: socket.socket, step: Callable[[], int | bytes | None], events: int = select.POLLIN
+    ) -> object:
+        """Repeat a non-blocking step until it goes through."""
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                self._wait(sock, select.POLLIN)
+            except (ssl.SSLWantWriteError, BlockingIOError) as error:
+                self._wait(sock, select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else events)
+
+    def _send(self, sock: socket.socket, data: bytes) -> None:
+        while data:
+            sent = self._again(sock, lambda: sock.send(data), select.POLLOUT)  # noqa: B023 - called at once
+            assert isinstance(sent, int)
+            data = data[sent:]
+
+    def _receive(self, sock: socket.socket, whole: bool) -> int:
+        reply = Reply()
+        try:
+            while not reply.complete:
+                if reply.status is not None and not whole:
+                    self._deadline_ns = min(self._deadline_ns, time.monotonic_ns() + _DRAIN_NS)
+                data = self._again(sock, lambda: sock.recv(65536))
+                assert isinstance(data, bytes)
+                if not data:
+                    reply.eof()
+                    break
+                reply.feed(data)
+        except (OSError, ValueError):
+            if reply.status is None or whole:
+                raise
+        if reply.status is None:
+            raise _Failed("the server closed the connection without an answer")
+        if whole and not reply.complete:
+            raise _Failed(f"the answer ({reply.status}) was cut short")
+        return reply.status
+
+
+def is_self_connected(sock: socket.socket) -> bool:
+    """True if a connection leads to itself: connecting to a free local port can pick that very port as the source."""
+    return bool(sock.getsockname()[:2] == sock.getpeername()[:2])
+
+
+def reset(sock: socket.socket) -> None:
+    """Close without TIME_WAIT, which would keep the port from the server that is about to bind it."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+
+
+def _ask(target: _Target, deadline_ns: int, stop_fd: int | None, body: bytes | None, whole: bool) -> ProbeResult:
+    """One exchange; every failure is a result, only _Stopped is raised."""
+    began = time.monotonic_ns()
+    try:
+        return ProbeResult(_Exchange(target, deadline_ns, stop_fd).status(body, whole))
+    except TimeoutError:
+        return ProbeResult(None, f"no answer within {(time.monotonic_ns() - began) / _SECOND:.2g} s")
+    except (OSError, ValueError, _Failed) as error:
+        return ProbeResult(None, getattr(error, "strerror", None) or str(error))
+
+
+def probe_once(url: str, timeout: float, host_header: str | None = None) -> ProbeResult:
+    """One GET, all of it within `timeout` seconds. Never raises; knows no proxies, follows no redirect."""
+    try:
+        target = _Target(url, host_header)
+    except ValueError as error:
+        return ProbeResult(None, str(error))
+    return _ask(target, time.monotonic_ns() + int(timeout * _SECOND), None, None, False)
+
+
+def warm_up(url: str, body: bytes | None, timeout: float, host_header: str | None = None) -> ProbeResult:
+    """A model's warm-up request: GET, or POST of a JSON body, whose whole answer must come in time. Never raises."""
+    try:
+        target = _Target(url, host_header)
+    except ValueError as error:
+        return ProbeResult(None, str(error))
+    return _ask(target, time.monotonic_ns() + int(timeout * _SECOND), None, body, True)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The request that must be answered with 2xx before a model is ready; `body` None means GET."""
+
+    url: str
+    body: bytes | None = None
+
+
+class Prober:
+    """One thread that probes one starting model: at once, then after each `interval_ns`, until its deadline.
+
+    Calls `on_result(model, ok, detail)` once, in its own thread: healthy, deadline passed, or stopped. Owns a thread,
+    a wake-up descriptor and the socket of the moment; the descriptors are closed before that call is made.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        url: str,
+        on_result: Callable[[str, bool, str], None],
+        deadline_ns: int,
+        started_ns: int | None = None,
+        host_header: str | None = None,
+        warmup: WarmUp | None = None,
+    ) -> None:
+        """`deadline_ns`, `started_ns`: monotonic; the start is of the process, maybe under an earlier leader."""
+        self.model = model
+        self._target = _Target(url, host_header)
+        self._warmup = warmup
+        self._warmup_target = _Target(warmup.url, host_header) if warmup else None
+        self._on_result = on_result
+        self._deadline_ns = deadline_ns
+        self._started_ns = time.monotonic_ns() if started_ns is None else started_ns
+        self._lock = threading.Lock()
+        self._stop_fd: int | None = None
+        self._stop_asked = False
+        self._thread = threading.Thread(target=self._run, name=f"probe-{model}", daemon=True)
+
+    def start(self) -> Prober:
+        """Begin probing."""
+        self._stop_fd = os.eventfd(1 if self._stop_asked else 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End it at once, a hanging probe too; `on_result` is called unless it was. Does not wait; may be repeated."""
+        with self._lock:
+            if not self._stop_asked:
+                self._stop_asked = True
+                if self._stop_fd is not None:
+                    os.eventfd_write(self._stop_fd, 1)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has ended; False if it has not in time (or is the caller)."""
+        if self._thread is threading.current_thread():
+            return False
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            ok, detail = self._probe()
+        except _Stopped:
+            ok, detail = False, "stopped"
+        except Exception as error:  # a bug here must not leave a model starting for ever
+            log.exception("probing %s failed", self.model)
+            ok, detail = False, f"probing failed: {error}"
+        with self._lock:
+            if self._stop_fd is not None:
+                os.close(self._stop_fd)
+                self._stop_fd = None
+        self._on_result(self.model, ok, detail)
+
+    def _probe(self) -> tuple[bool, str]:
+        """(ok, detail) at the end of it all. Raises _Stopped."""
+        last = "it was never asked"
+        while (began := time.monotonic_ns()) < self._deadline_ns:
+            result = _ask(
+                self._target, min(self._deadline_ns, began + PROBE_BOUND_NS), self._stop_fd, None, whole=False
+            )
+            last = result.detail
+            pause = interval_ns(began - self._started_ns)
+            if result.ok:
+                failure = self._warm_up()
+                if failure is None:
+                    return True, result.detail
+                last, began, pause = failure, time.monotonic_ns(), _WARM_UP_PAUSE_NS
+            self._pause_until(min(began + pause, self._deadline_ns))
+        return False, f"not healthy in time; last: {last}"
+
+    def _warm_up(self) -> str | None:
+        """None if there is no warm-up request or it went well."""
+        if self._warmup is None or self._warmup_target is None:
+            return None
+        result = _ask(self._warmup_target, self._deadline_ns, self._stop_fd, self._warmup.body, whole=True)
+        if result.status is not None and 200 <= result.status < 300:
+            return None
+        return f"the warm-up request failed: {result.error or result.status}"
+
+    def _pause_until(self, until_ns: int) -> None:
+        poller = select.poll()
+        if self._stop_fd is not None:
+            poller.register(self._stop_fd, select.POLLIN)
+        if poller.poll(max(0, until_ns - time.monotonic_ns()) / _MS):
+            raise _Stopped
