@@ -1,0 +1,165 @@
+"""The working copy of a snapshot during one walk: who is busy, who goes first, and the effects of what was decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qmflask.policy.snapshot import ModelRule, ProcessView, Snapshot, SwapView
+from qmflask.states import DOWN, State
+
+#: Above every counter that the store hands out: a target that is not running yet is the hottest.
+_HOTTEST = 1 << 62
+
+#: Classes of the running order, coldest class first.
+_GOING, _IDLE, _HELD, _BUSY, _PROTECTED = range(5)
+
+
+class Board:
+    """Mutable state of one walk over the queue; built from a snapshot, which it never changes."""
+
+    def __init__(self, snapshot: Snapshot, now: int) -> None:
+        self.now = now
+        self.models = snapshot.models
+        self.policy = snapshot.policy
+        self.vram_ceiling = snapshot.vram_ceiling
+        self.ram_ceiling = snapshot.ram_ceiling
+        self.processes = {model: view for model, view in snapshot.processes.items() if view.state is not State.STOPPED}
+        self.failures = {
+            model: view.failure
+            for model, view in snapshot.processes.items()
+            if view.failure is not None and now < view.failure.retry_at
+        }
+        self.swaps = {swap.target: swap for swap in snapshot.swaps}
+        self.victim_of = {victim: swap for swap in snapshot.swaps for victim in swap.victims}
+        self.waiters = Counter(request.model for request in snapshot.queue)
+        self._tick = max((view.tick for view in self.processes.values()), default=0)
+        self._running: dict[bool, list[str]] = {}
+
+    def rule(self, model: str) -> ModelRule:
+        """The model's rule; one that the configuration no longer names has the default one."""
+        return self.models.get(model) or ModelRule(model)
+
+    def state(self, model: str) -> State:
+        """Its state; a model without a process is stopped."""
+        view = self.processes.get(model)
+        return view.state if view is not None else State.STOPPED
+
+    def leases(self, model: str) -> int:
+        """Requests in flight on the model."""
+        view = self.processes.get(model)
+        return view.leases if view is not None else 0
+
+    def awaited(self, swap: SwapView) -> bool:
+        """Whether anybody still waits for the swap's target."""
+        return self.waiters[swap.target] > 0
+
+    def busy(self, model: str) -> bool:
+        """In flight, or starting with waiters; what is stopping already is not: nobody waits for its leases."""
+        swap = self.swaps.get(model)
+        if swap is not None and self.awaited(swap):
+            return True
+        view = self.processes.get(model)
+        if view is None or view.state is State.STOPPING:
+            return False
+        return view.leases > 0 or (view.state is State.STARTING and swap is None)
+
+    def held(self, model: str) -> bool:
+        """Idle, but its last answer ended in a tool call a moment ago."""
+        view = self.processes.get(model)
+        return view is not None and view.state is State.READY and view.hold_until > self.now
+
+    def protected(self, model: str) -> bool:
+        """Loaded (or loading) and configured never to be evicted for another model."""
+        if self.rule(model).displace:
+            return False
+        return model in self.swaps or self.state(model) not in (*DOWN, State.STOPPING)
+
+    def running(self, overdue: bool) -> list[str]:
+        """All that is not stopped plus the targets of open swaps, in the order given to the eviction policy.
+
+        What is going anyway comes first, then idle models, then those in flight or held, each coldest first, ties by
+        id. For a request whose patience is over a hold protects nothing, so held models come before those in flight.
+        Protected models come last, so that they are named only where nothing else makes the room.
+        """
+        order = self._running.get(overdue)
+        if order is None:
+            keyed = [self._place(model, overdue) for model in self._occupants()]
+            keyed.sort()
+            order = self._running[overdue] = [model for _, _, model in keyed]
+        return order
+
+    def _occupants(self) -> Iterator[str]:
+        for model, view in self.processes.items():
+            if view.state is not State.FAILED:
+                yield model
+        for target in self.swaps:
+            if self.state(target) in DOWN:
+                yield target
+
+    def _place(self, model: str, overdue: bool) -> tuple[int, int, str]:
+        view = self.processes.get(model)
+        tick = view.tick if view is not None and view.state is not State.FAILED else _HOTTEST
+        return self._class(model, view, overdue), tick, model
+
+    def _class(self, model: str, view: ProcessView | None, overdue: bool) -> int:
+        if self.protected(model):
+            return _PROTECTED
+        if self.busy(model):
+            return _BUSY
+        if view is not None and view.state in (State.STOPPING, State.DRAINING):
+            return _GOING
+        if self.held(model):
+            return _HELD if overdue else _BUSY
+        return _IDLE
+
+    def renderers(self, target: str, victims: tuple[str, ...]) -> tuple[str, ...]:
+        """Loaded models that render and stay while `target` is spawned."""
+        return tuple(
+            model
+            for model, view in self.processes.items()
+            if view.state in (State.READY, State.DRAINING)
+            and self.rule(model).renders
+            and model != target
+            and model not in victims
+        )
+
+    def spawns(self, swap: SwapView) -> bool:
+        """Whether the swap has yet to start a process."""
+        return not swap.spawned and (self.state(swap.target) is not State.READY or swap.target in swap.victims)
+
+    # --- effects -----------------------------------------------------------------------------------------------
+
+    def grant(self, model: str) -> None:
+        """One lease more; the model becomes the hottest."""
+        view = self.processes[model]
+        self._tick += 1
+        self.processes[model] = replace(view, leases=view.leases + 1, tick=self._tick)
+        if not view.leases:
+            self._running.clear()
+
+    def start(self, target: str, victims: tuple[str, ...], blockers: tuple[str, ...]) -> None:
+        """Open a swap: idle victims stop, busy ones drain."""
+        swap = SwapView(0, target, victims, blockers=blockers)
+        for victim in victims:
+            self.victim_of[victim] = swap
+            view = self.processes.get(victim)
+            if view is not None and view.state is State.READY:
+                state = State.DRAINING if view.leases else State.STOPPING
+                self.processes[victim] = replace(view, state=state, stop_reason="evicted")
+        self.swaps[target] = swap
+        self._running.clear()
+
+    def abort(self, swap: SwapView) -> None:
+        """Drop a swap: victims that still drain for it are ready again, a loading target is stopping."""
+        del self.swaps[swap.target]
+        for victim in swap.victims:
+            self.victim_of.pop(victim, None)
+            view = self.processes.get(victim)
+            if view is not None and view.state is State.DRAINING and view.stop_reason in (None, "evicted"):
+                self.processes[victim] = replace(view, state=State.READY, stop_reason=None)
+        view = self.processes.get(swap.target)
+        if view is not None and view.state is State.STARTING:
+            self.processes[swap.target] = replace(view, state=State.STOPPING)
+        self._running.clear()
