@@ -1,0 +1,66 @@
+# The contributor's index. Everything happens in .venv of this folder; paths are relative, so any folder will do.
+#
+#   make run     serve the demonstration on 127.0.0.1:8080
+#   make test    lint, types and all tests (installs what they need)
+#   make bench   measure the overhead against a model server used directly; FULL=1 takes longer and spreads less
+#   make soak    a long random run with crashes; MINUTES=10
+#   make lint    ruff and mypy only
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PYTEST_ARGS ?=
+MINUTES ?= 10
+
+# Debian packages by the command, library or file that shows they are there.
+TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx libgomp.so.1:libgomp1
+BENCH_PACKAGES := gcc:gcc wrk:wrk
+
+.DELETE_ON_ERROR:
+.PHONY: run test bench soak lint clean
+
+# An environment whose Python has gone (an upgrade, a half-finished first run) is made anew.
+$(shell test -x $(PY) || rm -rf $(VENV))
+
+run: $(VENV)/for-run
+	@echo "Serving on http://127.0.0.1:8080 (Ctrl-C stops it and its models). In another terminal:"
+	@echo "  curl http://127.0.0.1:8080/v1/models"
+	@exec $(PY) -m gunicorn wsgi:app
+
+test: $(VENV)/for-test
+	@.ci/packages $(TEST_PACKAGES)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/for-test
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+bench: $(VENV)/for-test
+	@.ci/packages $(BENCH_PACKAGES)
+	$(PY) -m bench $(if $(FULL),,--quick)
+
+soak: $(VENV)/for-test
+	$(PY) -m bench.soak --minutes $(MINUTES)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# venv of Debian's Python is a package of its own.
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "qmflask needs Python 3.10 or newer")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || .ci/packages ensurepip:python3-venv
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/for-run: $(VENV)/made setup.cfg setup.py
+	$(PIP) install --use-pep517 --editable .
+	@touch $@
+
+$(VENV)/for-test: $(VENV)/made setup.cfg setup.py
+	$(PIP) install --use-pep517 --editable '.[test,dev]'
+	@touch $@ $(VENV)/for-run
