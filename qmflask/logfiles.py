@@ -2,8 +2,8 @@
 
 The child writes with O_APPEND and is never asked to reopen anything, so a log is shortened in place, at its old end:
 by collapsing the range (the file really becomes shorter; ext4, XFS), else by punching a hole (the old part costs no
-disk any more), both of which are atomic against the child's writes and lose none of them. Only where the file system has
-neither, the tail is copied and written back, which can lose what is written within some microseconds.
+disk any more), both of which are atomic against the child's writes and lose none of them. Only where the file system
+has neither, the tail is copied and written back, which can lose what is written within some microseconds.
 
 Positions handed out are counted from the first byte ever written to the file, so they stay right when it is shortened.
 How much a collapse has cut off is kept in an extended attribute of the file itself.
@@ -42,6 +42,11 @@ def log_name(model: str) -> str:
     """A file name for any model id: readable, unique, safe. Distinct ids never share one."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.")[:40] or "model"
     return f"{slug}-{hashlib.sha256(model.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}.log"
+
+
+def _plain(line: str) -> str:
+    """A line as a terminal would show it in the end: no escape sequences, what a carriage return overwrote is gone."""
+    return _ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).replace("\0", "").rstrip()
 
 
 class _Extent(NamedTuple):
@@ -90,29 +95,32 @@ class ModelLog:
         finally:
             os.close(fd)
 
-    def tail(self, limit: int = 65536) -> bytes:
-        """The last `limit` bytes at most."""
+    def tail_bytes(self, limit: int = 65536) -> bytes:
+        """The last `limit` bytes at most, as they are."""
         with self.follow(max(0, self.end - limit)) as follower:
             return follower.read(limit)
 
+    def tail(self, lines: int = 20) -> str:
+        """The last lines as one text for a message; "" if there are none (see `last_lines`)."""
+        return "\n".join(self.last_lines(lines))
+
     def last_lines(self, count: int = 20, limit: int = 65536) -> list[str]:
         """The last lines for a message: text without colours, progress bars at their last state, no empty ones."""
-        data = self.tail(limit)
+        data = self.tail_bytes(limit)
         lines = data.decode("utf-8", "replace").split("\n")
         if len(data) == limit and len(lines) > 1:
             del lines[0]  # begins somewhere
-        shown = [_ANSI.sub("", line.rstrip("\r").rpartition("\r")[2]).replace("\0", "").rstrip() for line in lines]
-        return [line for line in shown if line][-count:] if count > 0 else []
+        return [line for line in map(_plain, lines) if line][-count:] if count > 0 else []
 
     def follow(self, position: int | None = None) -> Follower:
         """A reader from `position` (None: what is kept of the current file) onwards, over rotations."""
         return Follower(self.path, position)
 
     def trim(self) -> int:
-        """Shorten the log to its newest half if it is above its cap; bytes dropped. Cheap while there is nothing to do.
+        """Shorten the log to half its cap once it is above the cap; bytes dropped. Cheap while there is nothing to do.
 
-        The work itself may have to write the log to disk first: milliseconds, more on a slow disk, so not on the leader's
-        own thread.
+        The work itself may have to write the log to disk first: milliseconds, more on a slow disk, so not on the
+        leader's own thread.
         """
         try:
             if os.stat(self.path).st_size <= self.cap:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -71,7 +72,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 #: What the web server and systemd tell their own child, and a model server must not take for its own.
-_NOT_INHERITED = ("GUNICORN_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_")
+_NOT_INHERITED = ("GUNICORN_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_", "SERVER_SOFTWARE")
 
 #: Exit codes kept for `Children.returncode`; the leader asks within a tick.
 _REMEMBERED = 256
@@ -126,6 +127,7 @@ class SpawnLock:
         return False
 
     def _try_once(self) -> bool:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,6 +326,8 @@ class StopCommand:
 
     It carries a token of its own, `stop:<the model's token>`, so that it is no member of the tree that it stops, and
     that a successor finds it (`token_members("stop:" + token)`).
+
+    Raises SpawnError.
     """
 
     def __init__(
@@ -333,7 +337,8 @@ class StopCommand:
         log_path: str | os.PathLike[str] | None = None,
         token: str = "",
     ) -> None:
-        self._popen = _popen(argv, child_environment(env, f"stop:{token}"), log_path)
+        self._token = f"stop:{token or secrets.token_hex(16)}"
+        self._popen = _popen(argv, child_environment(env, self._token), log_path)
         self.pid = self._popen.pid
 
     def poll(self) -> StopResult | None:
@@ -365,9 +370,9 @@ class StopCommand:
         return self.poll()
 
     def kill(self) -> None:
-        """Kill it with all that it started in its session, and reap it."""
-        if self._popen.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)  # not reaped, so the number is still its own
+        """Kill it with all that it started, and reap it; nothing if it has ended."""
+        if self._popen.poll() is None:  # not reaped, so its number is still its own
+            signal_tree(self.pid, self._token, signal.SIGKILL)
             self._popen.wait()
 
 

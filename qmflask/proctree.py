@@ -200,23 +200,23 @@ def _carries(pid: int, needle: bytes) -> bool:
     return needle in data.split(b"\0")
 
 
-def _session_is_ours(sid: int, leader: Identity | None) -> bool:
-    """False if the number `sid` now belongs to a process that is not the leader we knew."""
-    if leader is None:
+def _session_is_ours(sid: int, root: Identity | None) -> bool:
+    """False if the number `sid` now belongs to another process than the one that made our session."""
+    if root is None:
         return True
-    if leader.boot_id != boot_id():
+    if root.boot_id != boot_id():
         return False
     stat = read_stat(sid)
-    return stat is None or stat.start_ticks == leader.start_ticks
+    return stat is None or stat.start_ticks == root.start_ticks
 
 
-def _scan(sid: int | None, token: str | None, leader: Identity | None = None) -> Iterator[Stat]:
+def _scan(sid: int | None, token: str | None, root: Identity | None = None) -> Iterator[Stat]:
     """Every process, zombies included, of the session or with the token; never ourselves.
 
     Membership is asked again after the identity was read, so that no stranger who got the number meanwhile is taken for
     a member.
     """
-    if sid is not None and not _session_is_ours(sid, leader):
+    if sid is not None and not _session_is_ours(sid, root):
         sid = None
     needle = _needle(token) if token else None
     me = os.getpid()
@@ -237,19 +237,19 @@ def _identities(stats: Iterator[Stat], include_zombies: bool = False) -> list[Id
     return [Identity(s.pid, s.start_ticks, boot) for s in stats if include_zombies or s.alive]
 
 
-def session_members(sid: int, include_zombies: bool = False, leader: Identity | None = None) -> list[Identity]:
-    """Processes of the session, whatever their group. `leader`, if known, guards against a reused session id."""
-    return _identities(_scan(sid, None, leader), include_zombies)
+def session_members(sid: int, include_zombies: bool = False, root: Identity | None = None) -> list[Identity]:
+    """Processes of the session, whatever their group. `root`, its first process, guards against a reused id."""
+    return _identities(_scan(sid, None, root), include_zombies)
 
 
-def session_alive(sid: int, leader: Identity | None = None) -> bool:
+def session_alive(sid: int, root: Identity | None = None) -> bool:
     """True if any process of the session lives. The usual answers cost some microseconds, the last one a scan."""
-    if not _session_is_ours(sid, leader):
+    if not _session_is_ours(sid, root):
         return False
     stat = read_stat(sid)
     if stat is not None and stat.alive and stat.session == sid:
         return True
-    return any(member.alive for member in _scan(sid, None, leader))
+    return any(member.alive for member in _scan(sid, None, root))
 
 
 def token_members(token: str) -> list[Identity]:
@@ -276,31 +276,39 @@ def session_of(pid: int) -> int | None:
     return stat.session if stat else None
 
 
-def tree(sid: int, token: str, leader: Identity | None = None) -> list[Identity]:
+def tree(sid: int, token: str, root: Identity | None = None) -> list[Identity]:
     """Living processes of the session, and those with the token that left it (double fork, setsid)."""
-    return _identities(_scan(sid, token, leader))
+    return _identities(_scan(sid, token, root))
 
 
-def signal_tree(sid: int, token: str, sig: int, leader: Identity | None = None) -> int:
+def signal_tree(sid: int, token: str, sig: int, root: Identity | None = None) -> int:
     """Signal the whole tree: its group at once, then each member outside of it. Returns how many were reached.
 
     Stopped processes are continued after a polite signal, as they would not see it. What a process forks after a polite
-    signal may be part of its clean-up, so only SIGKILL is repeated for newcomers.
+    signal may be part of its clean-up, so only SIGKILL is repeated for newcomers. The session goes first: looking for
+    the token reads the memory of every process, and one that hangs in the kernel may hold that up.
     """
     _check_signalable(sid)
+    if sid == os.getsid(0):
+        raise ValueError(f"refusing to signal our own session {sid}")
     reached: set[Identity] = set()
     for _ in range(_KILL_ROUNDS if sig == signal.SIGKILL else 1):
-        fresh = {
-            Identity(stat.pid, stat.start_ticks, boot_id()): stat for stat in _scan(sid, token, leader) if stat.alive
-        }
-        for known in reached:
-            fresh.pop(known, None)
-        if not fresh:
+        before = len(reached)
+        for by_token in (None, token):
+            members = {i: stat for i, stat in _living(sid, by_token, root).items() if i not in reached}
+            if by_token and sig != signal.SIGKILL:
+                members = {i: stat for i, stat in members.items() if stat.session != sid}
+            reached.update(_signal_members(sid, sig, members))
+            if sig in _NEEDS_CONT:
+                _signal_members(sid, signal.SIGCONT, members)
+        if len(reached) == before:
             break
-        reached.update(_signal_members(sid, sig, fresh))
-        if sig in _NEEDS_CONT:
-            _signal_members(sid, signal.SIGCONT, fresh)
     return len(reached)
+
+
+def _living(sid: int, token: str | None, root: Identity | None) -> dict[Identity, Stat]:
+    boot = boot_id()
+    return {Identity(s.pid, s.start_ticks, boot): s for s in _scan(sid, token, root) if s.alive}
 
 
 def _signal_members(sid: int, sig: int, members: dict[Identity, Stat]) -> list[Identity]:
