@@ -275,9 +275,7 @@ class Server:
             print(f"cannot bind {o.host}:{o.port}: {e}", file=sys.stderr, flush=True)
             self.exit(1)
         listener.listen(512)
-        print(
-            f"{o.name}: listening on http://{o.host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True
-        )
+        print(f"{o.name}: listening on http://{o.host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         if o.listen_late or not o.load_time:
             self._become_ready()
         elif not o.warm_only:
@@ -394,13 +392,9 @@ class Answer:
         if path == "/health" and not o.no_health:
             return self._health()
         if path == "/v1/models":
-            return self._json(
-                200, {"object": "list", "data": [{"id": o.name, "object": "model", "owned_by": "fake"}]}
-            )
+            return self._json(200, {"object": "list", "data": [{"id": o.name, "object": "model", "owned_by": "fake"}]})
         if not self.server.wait_ready():
-            return self._json(
-                503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
-            )
+            return self._json(503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}})
         self._wait(o.header_delay)
         if o.status != 200:
             return self._json(o.status, {"error": {"message": f"{o.name} was told to say {o.status}"}})
@@ -424,9 +418,7 @@ class Answer:
             self._wait(3600)
         self._wait(o.health_delay)
         if o.health == "never" or not (self.server.ready or o.warm_only):
-            return self._json(
-                503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
-            )
+            return self._json(503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}})
         return self._json(200 if o.health == "ok" else int(o.health), {"status": "ok"})
 
     def _echo(self) -> bool:
