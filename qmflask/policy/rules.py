@@ -10,6 +10,7 @@ from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
 from qmflask.policy.schedule import EvictionPolicy, ModelRule
 
 SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ def _rule(config: Config, model: Model) -> ModelRule:
         priority=config.priority.get(model.id, 0),
         renders=bool({"image", "video"} & set(model.capabilities.out)),
         ttl=model.ttl * SECOND,
+        patience=model.patience_ms * MILLISECOND,
     )
 
 

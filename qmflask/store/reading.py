@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import dataclass
 from typing import Any
 
 from qmflask.policy.rules import Rules
@@ -75,6 +76,8 @@ def snapshot(tx: sqlite3.Connection, rules: Rules, *, whole: bool) -> Snapshot:
     in_system: dict[str, int] = dict(counts)
     if whole:
         for request in requests(tx, "queued"):
+            if request.kind == "unload":
+                continue
             queue.append(request.view())
             if request.kind == "infer":
                 in_system[request.model] = in_system.get(request.model, 0) + 1
@@ -88,4 +91,30 @@ def snapshot(tx: sqlite3.Connection, rules: Rules, *, whole: bool) -> Snapshot:
         in_system=in_system,
         vram_ceiling=memory.get("vram_ceiling"),
         ram_ceiling=memory.get("ram_ceiling"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything status pages show, from one read."""
+
+    scheduler: SchedulerRow
+    processes: dict[str, ProcessRow]
+    swaps: list[SwapRow]
+    requests: list[RequestRow]
+    workers: list[WorkerRow]
+    sample: dict[str, Any]
+    sizes: dict[str, tuple[int, int]]
+
+
+def status(tx: sqlite3.Connection) -> Status:
+    """The whole state in one consistent read."""
+    return Status(
+        scheduler=scheduler(tx),
+        processes=processes(tx),
+        swaps=swaps(tx),
+        requests=requests(tx, "queued", "granted", "pending"),
+        workers=workers(tx),
+        sample=sample(tx),
+        sizes=learned_sizes(tx),
     )

@@ -134,7 +134,7 @@ class RequestRow:
     def view(self) -> RequestView:
         """The scheduler's view."""
         return RequestView(
-            self.id, self.model, self.arrival, self.priority, self.patience_at, owned=self.worker is None
+            self.id, self.model, self.arrival, self.priority, self.patience_at, owned=self.kind != "infer"
         )
 
 

@@ -134,8 +134,8 @@ def grant(tx: sqlite3.Connection, ids: Iterable[int], model: str, now: int, *, p
 
 
 def waiting_for(tx: sqlite3.Connection, model: str) -> list[int]:
-    """Ids of the queued requests for a model, in arrival order."""
-    query = "SELECT id FROM requests WHERE model = ? AND state = 'queued' ORDER BY arrival, id"
+    """Ids of the queued requests (and loads) for a model, in arrival order."""
+    query = "SELECT id FROM requests WHERE model = ? AND state = 'queued' AND kind <> 'unload' ORDER BY arrival, id"
     return [row["id"] for row in tx.execute(query, (model,))]
 
 

@@ -1,0 +1,156 @@
+"""Commands that workers leave for the leader as rows: unload, load, preload; none of them ever blocks its tick."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from typing import Protocol
+
+from qmflask import errors
+from qmflask.config import Config
+from qmflask.states import DOWN, Phase, State
+from qmflask.store import Store, reading, scheduling
+from qmflask.store.rows import ProcessRow, RequestRow
+
+log = logging.getLogger(__name__)
+
+SECOND = 1_000_000_000
+#: Stands for every model in a command's row.
+ALL = "*"
+
+
+class Stopper(Protocol):
+    """What commands need of the process trees."""
+
+    def signal_stop(self, row: ProcessRow) -> None:
+        """Begin to stop a tree whose row says `stopping`."""
+
+
+class Commands:
+    """Works off the command rows of one term."""
+
+    def __init__(self, store: Store, generation: int, trees: Stopper) -> None:
+        self._store = store
+        self._generation = generation
+        self._trees = trees
+
+    def run(self, config: Config, now: int) -> set[str]:
+        """One look at all command rows; returns the workers to wake."""
+        with self._store.read() as tx:
+            rows = [row for row in reading.requests(tx, "pending", "queued") if row.kind != "infer"]
+            processes = reading.processes(tx)
+        woken: set[str] = set()
+        preloading = any(row.kind == "preload" and row.state == "queued" for row in rows)
+        for row in rows:
+            if row.kind == "unload":
+                woken |= self._unload(row, processes, now)
+            elif row.kind == "load" and row.state == "pending":
+                woken |= self._load(row, config)
+            elif row.kind == "preload" and row.state == "pending" and not preloading:
+                preloading = True  # in list order, each when the one before it is healthy
+                woken |= self._load(row, config)
+        return woken | self._drain_overdue(processes, now)
+
+    def _load(self, row: RequestRow, config: Config) -> set[str]:
+        """An explicit load starts anew after a failure; from here on it waits like a request."""
+        with self._store.write(self._generation) as tx:
+            if row.model not in config.models:
+                return scheduling.fail(tx, [row.id], errors.ModelNotFound(f"model {row.model} is not configured"))
+            scheduling.forget_failure(tx, row.model)
+            scheduling.mark_queued(tx, row.id)
+        return set()
+
+    def _unload(self, row: RequestRow, processes: dict[str, ProcessRow], now: int) -> set[str]:
+        """First look: begin. Later looks: done when every process group is gone.
+
+        It never waits here, so it holds nobody up.
+        """
+        if row.state == "pending":
+            stopping: list[ProcessRow] = []
+            with self._store.write(self._generation) as tx:
+                models = list(processes) if row.model == ALL else [row.model]
+                woken = self._refuse_waiting(tx, row)
+                for model in models:
+                    stopping += self._begin_unload(tx, model, now)
+                scheduling.mark_queued(tx, row.id)
+            for process in stopping:
+                self._trees.signal_stop(process)
+            return woken
+        left = [p for p in processes.values() if row.model in (ALL, p.model) and p.state not in DOWN]
+        if any(p.state is not State.READY and not _is_new_start(p, row) for p in left):
+            return set()
+        with self._store.write(self._generation) as tx:
+            return scheduling.finish(tx, [row.id])
+
+    def _refuse_waiting(self, tx: sqlite3.Connection, row: RequestRow) -> set[str]:
+        """Whoever waits for an unloaded model gets 503 at once; what came after the unload is not touched."""
+        waiting = [
+            request.id
+            for request in reading.requests(tx, "queued")
+            if request.kind != "unload" and row.model in (ALL, request.model) and request.arrival < row.arrival
+        ]
+        name = "all models were" if row.model == ALL else f"model {row.model} was"
+        error = errors.ModelUnloaded(f"{name} unloaded while the request waited; ask again to load it", retry_after=1)
+        return scheduling.fail(tx, waiting, error)
+
+    def _begin_unload(self, tx: sqlite3.Connection, model: str, now: int) -> list[ProcessRow]:
+        """ready -> draining (stopping when idle), starting -> stopping; returns the rows to signal."""
+        row = reading.process(tx, model)
+        for swap in reading.swaps(tx):
+            before_spawn = row is None or row.state is not State.STARTING
+            if swap.target == model and (swap.phase is Phase.DRAINING or not before_spawn):
+                _revive_victims(tx, swap.victims)
+                scheduling.close_swap(tx, swap.id)
+            elif swap.target == model:
+                scheduling.close_swap(tx, swap.id)
+        if row is None or row.state in DOWN or row.state is State.STOPPING:
+            return []
+        deadline = now + int(row.unload_timeout * SECOND)
+        scheduling.update_process(tx, model, hold_until=0)
+        if row.state is State.STARTING or scheduling.idle(tx, model):
+            scheduling.set_state(tx, model, State.STOPPING, "unload", deadline=deadline)
+            return [_must(reading.process(tx, model))]
+        if row.state is State.READY:
+            scheduling.set_state(tx, model, State.DRAINING, "unload", deadline=deadline)
+        else:
+            scheduling.update_process(tx, model, deadline=deadline, reason="unload")
+        return []
+
+    def _drain_overdue(self, processes: dict[str, ProcessRow], now: int) -> set[str]:
+        """Draining for an unload ends when the last answer has ended, or at its deadline, whatever still runs."""
+        for row in processes.values():
+            if row.state is not State.DRAINING or row.deadline == 0:
+                continue
+            with self._store.write(self._generation) as tx:
+                if now < row.deadline and not scheduling.idle(tx, row.model):
+                    continue
+                deadline = now + int(row.unload_timeout * SECOND)
+                # draining -> stopping
+                scheduling.set_state(tx, row.model, State.STOPPING, row.reason, deadline=deadline)
+                stopping = _must(reading.process(tx, row.model))
+            self._trees.signal_stop(stopping)
+        return set()
+
+
+def next_deadline(processes: dict[str, ProcessRow]) -> int | None:
+    """When `run` must look again though nothing happens: the earliest end of a drain (monotonic ns)."""
+    return min(
+        (row.deadline for row in processes.values() if row.state is State.DRAINING and row.deadline), default=None
+    )
+
+
+def _revive_victims(tx: sqlite3.Connection, victims: tuple[str, ...]) -> None:
+    for name in victims:
+        row = reading.process(tx, name)
+        if row is not None and row.state is State.DRAINING and row.deadline == 0:
+            scheduling.set_state(tx, name, State.READY, "the swap was dropped")  # draining -> ready
+
+
+def _is_new_start(process: ProcessRow, row: RequestRow) -> bool:
+    """A start that began after the unload was asked is not what was to be unloaded."""
+    return process.started_at > row.arrival
+
+
+def _must(row: ProcessRow | None) -> ProcessRow:
+    assert row is not None
+    return row

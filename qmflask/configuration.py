@@ -1,0 +1,155 @@
+"""The configuration in force: published by one process as a resolved file, taken up by all the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qmflask.config import Config, ConfigError, load
+from qmflask.configfiles import fingerprint, read_resolved, read_sources, write_resolved
+from qmflask.names import Names
+from qmflask.policy.rules import Rules, make_rules
+from qmflask.store import Store, admission, reading
+
+log = logging.getLogger(__name__)
+
+SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Live:
+    """One generation of the configuration with what is derived from it; a request keeps the one it began with."""
+
+    generation: int
+    config: Config
+    names: Names
+    rules: Rules
+
+
+class Configuration:
+    """Holds this process's `Live`, takes up new generations, and publishes them when asked to (by the leader)."""
+
+    def __init__(self, source: Path, state: Path) -> None:
+        self.source = source
+        self._state = state
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._learned: Mapping[str, tuple[int, int]] = {}
+        self._seen = ""
+        self._doubted = ""
+        self._next_look = 0
+
+    @property
+    def live(self) -> Live:
+        """The generation this process serves with."""
+        assert self._live is not None, "boot() comes first"
+        return self._live
+
+    def boot(self, store: Store, master: str) -> Live:
+        """Take up what is published for this master, else publish the source; raises ConfigError for a bad source.
+
+        A worker forked again under the same master must come up though the file has been broken meanwhile; a new
+        master must not start with a file that its user will not find in force.
+        """
+        with store.read() as tx:
+            row = reading.scheduler(tx)
+        if row.config_generation and row.master == master:
+            try:
+                return self.take_up(store, row.config_generation)
+            except (OSError, ValueError) as error:
+                log.warning(
+                    "the resolved configuration %d is lost (%s): reading %s", row.config_generation, error, self.source
+                )
+        mark = self._mark()
+        config = self._load()
+        while self._publish(store, row.config_generation, mark, config, master) is None:
+            with store.read() as tx:
+                row = reading.scheduler(tx)
+            if row.master == master:
+                break
+        with store.read() as tx:
+            return self.take_up(store, reading.scheduler(tx).config_generation)
+
+    def take_up(self, store: Store, generation: int) -> Live:
+        """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing."""
+        with self._lock:
+            if self._live is None or self._live.generation != generation:
+                config = read_resolved(self._state, generation)
+                self._learned = self._read_learned(store)
+                self._live = Live(generation, config, Names(config), make_rules(config, self._learned))
+                log.info("configuration %d taken up: %d models", generation, len(config.models))
+            return self._live
+
+    def refresh(self, store: Store) -> None:
+        """Take up the newest generation and the newest learned sizes; called once a second and when told to."""
+        with store.read() as tx:
+            generation = reading.scheduler(tx).config_generation
+        self.take_up(store, generation)
+        learned = self._read_learned(store)
+        with self._lock:
+            if learned != self._learned and self._live is not None:
+                self._learned = learned
+                live = self._live
+                self._live = Live(live.generation, live.config, live.names, make_rules(live.config, learned))
+
+    def _read_learned(self, store: Store) -> Mapping[str, tuple[int, int]]:
+        with store.read() as tx:
+            return reading.learned_sizes(tx)
+
+    def look(self, store: Store, now: int) -> str | None:
+        """The leader's look at the source, once a second: publishes a changed and valid one.
+
+        Returns an error text when a changed file is not valid, "" when the newest file is in force, None when there
+        was nothing to do. A file that is wrong on its first second may be half written: it is judged on the next.
+        """
+        if now < self._next_look:
+            return None
+        self._next_look = now + SECOND
+        mark = self._mark()
+        if not self._seen:
+            with store.read() as tx:
+                self._seen = reading.scheduler(tx).config_fingerprint
+        if mark in ("", self._seen):
+            return None
+        return self.reload(store, patient=True)
+
+    def reload(self, store: Store, *, patient: bool = False) -> str | None:
+        """Validate the source and publish it; returns "" or the error. `patient` gives a wrong file one second more."""
+        mark = self._mark()
+        try:
+            config = self._load()
+        except ConfigError as error:
+            if patient and self._doubted != mark:
+                self._doubted = mark
+                return None
+            self._seen = mark
+            return str(error)
+        self._seen = mark
+        with store.read() as tx:
+            generation = reading.scheduler(tx).config_generation
+        published = self._publish(store, generation, mark, config, None)
+        if published is None:
+            return None
+        self.take_up(store, published)
+        return ""
+
+    def _load(self) -> Config:
+        loaded = load(read_sources(self.source), os.environ)
+        for problem in loaded.warnings:
+            log.warning("%s", problem.text())
+        return loaded.config
+
+    def _mark(self) -> str:
+        """The source's fingerprint as text, "" while it cannot be read (an editor is renaming it)."""
+        try:
+            return repr(fingerprint(self.source))
+        except OSError:
+            return ""
+
+    def _publish(self, store: Store, generation: int, mark: str, config: Config, master: str | None) -> int | None:
+        write_resolved(self._state, generation + 1, config)
+        return admission.publish_configuration(store, generation, mark, master)

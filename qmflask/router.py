@@ -1,0 +1,444 @@
+"""What request threads talk to: leases, waiting, loading and unloading; one Router per process, built after fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from qmflask import errors, processes
+from qmflask.commands import ALL
+from qmflask.configuration import Configuration, Live
+from qmflask.hangup import Client, HangupWatcher
+from qmflask.leader import Duties, Leader
+from qmflask.policy.schedule import Reject
+from qmflask.processes import Children, Identity
+from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
+from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Queued, Stale
+from qmflask.upstream import Upstream
+from qmflask.wake import CANCEL, LEADER, ROWS, Mailbox
+
+log = logging.getLogger(__name__)
+
+SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
+#: A worker looks at the rows of its waiting requests at least this often, datagram or not.
+LOOK = 0.25
+#: Without a heartbeat for this long, waiters are told that nobody schedules.
+NO_LEADER = 10 * SECOND
+#: How long a request waits for one of the worker's slots before it is refused.
+SLOT_WAIT = 0.05
+
+
+@dataclass
+class Lease:
+    """The right to use a model from grant to the end of the answer; `end` exactly once, from the answer's `close`."""
+
+    router: Router
+    id: int
+    model: str
+    proxy: str
+    live: Live
+    arrival: Arrival
+    client: Client
+    granted_at: int
+    paid: bool
+    _ended: bool = field(default=False, repr=False)
+
+    @property
+    def wait_ms(self) -> float:
+        """From arrival to grant."""
+        return (self.granted_at - self.arrival.arrival) / MILLISECOND
+
+    def end(self, *, tool_call: bool = False) -> None:
+        """End the lease; `tool_call` says how the answer ended, which decides the hold. Idempotent."""
+        self.router.end_lease(self, tool_call)
+
+
+class Waiter:
+    """One request thread that waits for its row to change; woken by the mailbox thread or by its client's end."""
+
+    def __init__(self, request: int) -> None:
+        self.request = request
+        self.outcome: Ended | errors.QmflaskError | None = None
+        self.woken = threading.Event()
+
+    def tell(self, outcome: Ended | errors.QmflaskError) -> None:
+        """Hand over what became of the request."""
+        self.outcome = outcome
+        self.woken.set()
+
+
+class Router:
+    """The request's side of one worker: owns its store connection, wake-up channel, hang-up watcher and threads."""
+
+    def __init__(self, source: Path, state: Path, alive: Callable[[], bool], slots: int) -> None:
+        self._alive = alive
+        self._slots = threading.Semaphore(slots)
+        for warning in prepare_state_directory(state):
+            log.warning("%s", warning)
+        self.state = state
+        self.pid = os.getpid()
+        identity = Identity.of(self.pid)
+        assert identity is not None
+        self.worker = f"{identity.pid}-{identity.start_ticks}"
+        self.master = _master()
+        self._store = self._open_store()
+        self._configuration = Configuration(source, state)
+        self._configuration.boot(self._store, self.master)
+        self._admissions = Admissions(self._store)
+        self._mailbox = Mailbox(state / "wake", self.worker)
+        self._children = Children()
+        self.upstream = Upstream()
+        self.hangups = HangupWatcher()
+        self._lock = threading.Lock()
+        self._waiters: dict[int, Waiter] = {}
+        self._leases: dict[int, Lease] = {}
+        self._unknown: set[int] = set()
+        self._mails = 0
+        self._leader_id: str | None = None
+        self._draining = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
+        self._leader = Leader(self._open_store, self._children, self._duties())
+        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+
+    def _open_store(self) -> Store:
+        return Store(self.state, processes.boot_id())
+
+    def _duties(self) -> Duties:
+        def configuration() -> tuple[int, Any, Any]:
+            live = self._configuration.live
+            return live.generation, live.config, live.rules
+
+        return Duties(
+            worker=self.worker,
+            configuration=configuration,
+            send=self._send,
+            alive=lambda: self._alive() and not self._stop.is_set(),
+            on_elected=self._elected,
+            on_turn=self._on_turn,
+        )
+
+    def start(self) -> None:
+        """Start the threads: from here on requests are served, and this worker may lead."""
+        self._thread.start()
+        self._leader.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Resign, answer the waiters, end the threads; leases that still run end with the process."""
+        self._stop.set()
+        self._leader.stop(timeout)
+        self._mailbox.send(self.worker, ROWS)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        self.hangups.close()
+        self.upstream.close()
+        self._mailbox.close()
+        self._children.release()
+        self._store.close()
+
+    @property
+    def live(self) -> Live:
+        """The configuration in force in this process."""
+        return self._configuration.live
+
+    # -- leases -----------------------------------------------------------------------------------------------
+
+    def lease(self, live: Live, model: str, client: Client, *, public_id: str = "", detail: Any = None) -> Lease:
+        """Wait until `model` is ready and granted to this request.
+
+        Raises what DESIGN section 6 lists for a request that cannot be served, ClientGone when the client left first.
+        """
+        if not self._slots.acquire(timeout=SLOT_WAIT):
+            raise errors.Overloaded("all inference slots of this worker are taken; try again", retry_after=1)
+        try:
+            return self._wait_for_lease(live, self._arrival("infer", live, model, public_id, detail), client)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def _arrival(self, kind: str, live: Live, model: str, public_id: str = "", detail: Any = None) -> Arrival:
+        now = time.monotonic_ns()
+        configured = live.config.models.get(model)
+        patience = configured.patience_ms if configured else live.config.patience_ms
+        return Arrival(
+            public_id=public_id or uuid.uuid4().hex,
+            worker=self.worker,
+            kind=kind,
+            model=model,
+            arrival=now,
+            arrival_wall=time.time(),
+            priority=live.config.priority.get(model, 0),
+            patience_at=now + patience * MILLISECOND,
+            detail=orjson.dumps(detail).decode() if detail is not None else None,
+        )
+
+    def _wait_for_lease(self, live: Live, arrival: Arrival, client: Client) -> Lease:
+        mails = self._mails
+        while True:
+            if client.gone:
+                raise errors.ClientGone
+            if self._draining:
+                raise errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1)
+            outcome = self._admissions.admit(live.rules, live.generation, arrival, time.monotonic_ns())
+            if not isinstance(outcome, Stale):
+                break
+            live = self._configuration.take_up(self._store, outcome.generation)
+            if arrival.model not in live.config.models:
+                raise errors.ModelNotFound(f"model {arrival.model} was removed from the configuration")
+        if isinstance(outcome, Reject):
+            raise errors.from_code(outcome.code, outcome.message, retry_after=outcome.retry_after)
+        if isinstance(outcome, Granted):
+            return self._enter(outcome.id, outcome.proxy, live, arrival, client, paid=False)
+        ended = self._await(outcome, arrival, client, mails)
+        assert ended.proxy is not None
+        return self._enter(ended.id, ended.proxy, live, arrival, client, paid=ended.paid)
+
+    def _enter(self, request: int, proxy: str, live: Live, arrival: Arrival, client: Client, *, paid: bool) -> Lease:
+        lease = Lease(self, request, arrival.model, proxy, live, arrival, client, time.monotonic_ns(), paid)
+        with self._lock:
+            self._leases[lease.id] = lease
+        return lease
+
+    def _await(self, queued: Queued, arrival: Arrival, client: Client | None, mails: int) -> Ended:
+        """Block until the row's outcome is known; withdraws the row when the client leaves first."""
+        waiter = Waiter(queued.id)
+        with self._lock:
+            self._waiters[queued.id] = waiter
+        detach = client.attach(waiter.woken.set) if client is not None else None
+        try:
+            self.wake_leader()
+            if self._mails != mails:
+                self._deliver()  # a datagram may have come between the commit and our registration
+            waiter.woken.wait()
+            return self._outcome(waiter)
+        finally:
+            if detach is not None:
+                detach()
+            with self._lock:
+                del self._waiters[queued.id]
+
+    def _outcome(self, waiter: Waiter) -> Ended:
+        outcome = waiter.outcome
+        if isinstance(outcome, Ended):
+            if outcome.state != "granted":
+                admission.withdraw(self._store, waiter.request)
+            if outcome.state == "failed":
+                assert outcome.error_code is not None
+                raise errors.from_code(outcome.error_code, outcome.error_message or "", retry_after=outcome.retry_after)
+            return outcome
+        # The client left, or the worker drains: the row goes, and whoever waited behind it is looked at.
+        admission.withdraw(self._store, waiter.request)
+        self.wake_leader()
+        raise outcome if outcome is not None else errors.ClientGone
+
+    def end_lease(self, lease: Lease, tool_call: bool) -> None:
+        """End a lease once, whatever the store says; a release that fails is repeated by the mailbox thread."""
+        with self._lock:
+            if lease._ended:
+                return
+            lease._ended = True
+            self._leases.pop(lease.id, None)
+        self._slots.release()
+        now = time.monotonic_ns()
+        try:
+            if admission.release(self._store, lease.id, lease.model, now, self._hold(lease, tool_call, now)):
+                self.wake_leader()
+        except errors.QmflaskError as error:
+            log.error("request %d: its lease could not be written off yet: %s", lease.id, error)
+
+    def _hold(self, lease: Lease, tool_call: bool, now: int) -> int | None:
+        model = lease.live.config.models.get(lease.model)
+        if model is None or model.hold == "never" or (model.hold == "tools" and not tool_call):
+            return None
+        return now + model.hold_ms * MILLISECOND
+
+    # -- commands ---------------------------------------------------------------------------------------------
+
+    def load(self, live: Live, model: str, client: Client | None = None) -> Ended:
+        """Load a model and wait until it is ready; raises what a request for it would get."""
+        return self._command(self._arrival("load", live, model), client)
+
+    def unload(self, live: Live, model: str | None, client: Client | None = None) -> None:
+        """Unload one model, or all; returns when their process groups are gone."""
+        self._command(self._arrival("unload", live, model or ALL), client)
+
+    def _command(self, arrival: Arrival, client: Client | None) -> Ended:
+        mails = self._mails
+        return self._await(Queued(admission.enqueue(self._store, arrival)), arrival, client, mails)
+
+    def cancel(self, public_id: str) -> bool:
+        """Cancel a request of any worker; False when there is none of that id."""
+        workers = admission.cancel(self._store, public_id)
+        for worker in workers:
+            self._send(worker, CANCEL)
+        return bool(workers)
+
+    def reload(self) -> str | None:
+        """Read the configuration's source now; "" when it is in force, else the error."""
+        error = self._configuration.reload(self._store)
+        self.wake_leader()
+        return error
+
+    def status(self) -> reading.Status:
+        """What the box is doing, in one consistent read."""
+        with self._store.read() as tx:
+            return reading.status(tx)
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """What would happen now if `model` were asked for, and why (the plan)."""
+        raise NotImplementedError
+
+    # -- waking -----------------------------------------------------------------------------------------------
+
+    def wake_leader(self) -> None:
+        """Make the leader look at the queue, whoever it is."""
+        if self._leader.leading:
+            self._leader.ring()
+        elif self._leader_id is not None:
+            self._mailbox.send(self._leader_id, LEADER)
+
+    def _send(self, worker: str, kind: bytes) -> None:
+        if worker == self.worker and kind == ROWS:
+            self._mails += 1
+            self._deliver()
+        else:
+            self._mailbox.send(worker, kind)
+
+    def _run(self) -> None:
+        """The mailbox thread: hands outcomes to waiters, and keeps house once a second."""
+        next_round = 0.0
+        while not self._stop.is_set():
+            try:
+                kinds = self._mailbox.receive(LOOK)
+                self._mails += 1
+                if LEADER in kinds:
+                    self._leader.ring()
+                if CANCEL in kinds:
+                    self._cancel_marked()
+                self._deliver()
+                if time.monotonic() >= next_round:
+                    next_round = time.monotonic() + 1.0
+                    self._keep_house()
+            except errors.QmflaskError as error:
+                log.warning("the store does not answer: %s", error)
+            except Exception:
+                # This thread is what every waiter of the worker depends on.
+                log.exception("keeping house failed")
+        self._refuse_all(errors.ShuttingDown("qmflask is shutting down; ask again", retry_after=1))
+
+    def _deliver(self) -> None:
+        """Re-read the rows of all waiters in one query and hand over what has changed."""
+        with self._lock:
+            waiting = dict(self._waiters)
+        if not waiting:
+            return
+        if not self._alive():
+            self._drain()
+            return
+        for ended in admission.outcomes(self._store, waiting.keys()):
+            waiting[ended.id].tell(ended)
+
+    def _drain(self) -> None:
+        if not self._draining:
+            self._draining = True
+            admission.set_draining(self._store, self.worker)
+        self._refuse_all(errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1))
+
+    def _refuse_all(self, error: errors.QmflaskError) -> None:
+        with self._lock:
+            waiting = list(self._waiters.values())
+        for waiter in waiting:
+            waiter.tell(error)
+
+    def _cancel_marked(self) -> None:
+        for request in admission.cancelled(self._store, self.worker):
+            with self._lock:
+                waiter, lease = self._waiters.get(request), self._leases.get(request)
+            if lease is not None:
+                lease.client.cancel("cancelled")
+            elif waiter is not None:
+                waiter.woken.set()
+
+    # -- keeping house ----------------------------------------------------------------------------------------
+
+    def _keep_house(self) -> None:
+        """Once a second: reap, follow the configuration and the leader, compare our leases with our rows."""
+        self._children.reap()
+        if not self._alive() and not self._draining:
+            self._drain()
+        if self._store.replaced():
+            self._move_to_new_store()
+        self._configuration.refresh(self._store)
+        with self._store.read() as tx:
+            state = reading.scheduler(tx)
+        self._leader_id = state.leader
+        silent = time.monotonic_ns() - state.heartbeat > NO_LEADER if state.heartbeat else False
+        if silent:
+            self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
+        self._reconcile()
+
+    def _move_to_new_store(self) -> None:
+        """The file was removed or replaced: open the new one and enter ourselves and our leases again."""
+        log.warning("the state store was replaced: entering %d leases again", len(self._leases))
+        self._store.reopen()
+        identity = Identity.of(self.pid)
+        assert identity is not None
+        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+
+    def _reconcile(self) -> None:
+        """For leases of a live worker its memory is the truth."""
+        with self._lock:
+            leases, known = dict(self._leases), {*self._leases, *self._waiters}
+        own = admission.own_rows(self._store, self.worker)
+        for request in leases.keys() - own:
+            lease = leases[request]
+            new = admission.reinsert(self._store, lease.arrival, lease.granted_at)
+            with self._lock:
+                if lease._ended:
+                    admission.drop_rows(self._store, [new])
+                else:
+                    self._leases[new] = self._leases.pop(request)
+                    lease.id = new
+        # A row that is unknown twice, a second apart, is no arrival between its commit and our entry.
+        unknown = own - known
+        stale = unknown & self._unknown
+        self._unknown = unknown - stale
+        if stale:
+            log.warning("dropping %d rows whose requests have ended", len(stale))
+            admission.drop_rows(self._store, sorted(stale))
+            self.wake_leader()
+
+    # -- leading ----------------------------------------------------------------------------------------------
+
+    def _elected(self, store: Store, generation: int) -> None:
+        self._leader_id = self.worker
+        self._configuration.refresh(store)
+        config = self.live.config
+        now = time.monotonic_ns()
+        with store.write(generation) as tx:
+            patience = now + config.patience_ms * MILLISECOND
+            scheduling.queue_preload(tx, config.preload, self.master, now, patience)
+
+    def _on_turn(self, store: Store, generation: int, now: int) -> None:
+        error = self._configuration.look(store, now)
+        if error is not None:
+            if error:
+                log.error("the changed configuration is not taken: %s", error)
+            with store.write(generation) as tx:
+                scheduling.set_config_error(tx, error or None)
+
+
+def _master() -> str:
+    """Identity of the process that forked us: workers of one master serve one configuration."""
+    identity = Identity.of(os.getppid())
+    return f"{identity.pid}-{identity.start_ticks}" if identity else "none"

@@ -1,0 +1,100 @@
+"""The one Router of a process: built after fork by the server's hook, or by the first request where there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qmflask.router import Router
+
+log = logging.getLogger(__name__)
+
+#: Threads a worker keeps for health, status, unload and cancel while every inference slot is taken.
+RESERVE = 8
+
+
+def source_path() -> Path:
+    """The configuration's file or folder: `QMFLASK_CONFIG`, else the shipped one."""
+    given = os.environ.get("QMFLASK_CONFIG")
+    if given:
+        return Path(given).expanduser().absolute()
+    return Path(__file__).resolve().parent.parent / "conf" / "quartermaster.yaml"
+
+
+def state_path(source: Path) -> Path:
+    """The state directory: `QMFLASK_STATE`, systemd's `$STATE_DIRECTORY`, else one for each configuration path."""
+    for name in ("QMFLASK_STATE", "STATE_DIRECTORY"):
+        given = os.environ.get(name)
+        if given:
+            return Path(given.split(":")[0]).expanduser().absolute()
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "qmflask" / hashlib.sha256(str(source).encode()).hexdigest()[:12]
+
+
+class Runtime:
+    """Holds the process's Router. A forked child that finds its parent's forgets it and builds its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._router: Router | None = None
+        self._pid = 0
+
+    def forget(self) -> None:
+        """In a child after fork: the parent's threads, sockets and connections are not ours."""
+        self._lock = threading.Lock()
+        self._router = None
+
+    def router(self) -> Router:
+        """This process's Router, started now if the server has no hooks. Raises ConfigError, StoreError."""
+        router = self._router
+        if router is not None and self._pid == os.getpid():
+            return router
+        return self.start(None)
+
+    def start(self, worker: Any) -> Router:
+        """Build and start the Router; `worker` is gunicorn's, whose `alive` says when it drains."""
+        with self._lock:
+            if self._router is None or self._pid != os.getpid():
+                alive = _alive_of(worker or _gunicorn_worker())
+                source = source_path()
+                router = Router(source, state_path(source), alive, _slots(worker))
+                router.start()
+                self._router, self._pid = router, os.getpid()
+            return self._router
+
+    def stop(self) -> None:
+        """End the Router of this process, if there is one."""
+        with self._lock:
+            router, self._router = self._router, None
+        if router is not None and self._pid == os.getpid():
+            router.stop()
+
+
+def _gunicorn_worker() -> Any:
+    """gunicorn's worker object without its hooks: TERM's handler is a method of it (field notes A6)."""
+    handler = signal.getsignal(signal.SIGTERM)
+    owner = getattr(handler, "__self__", None)
+    return owner if hasattr(owner, "alive") else None
+
+
+def _alive_of(worker: Any) -> Callable[[], bool]:
+    if worker is None:
+        return lambda: True
+    return lambda: bool(worker.alive)
+
+
+def _slots(worker: Any) -> int:
+    threads = int(getattr(getattr(worker, "cfg", None), "threads", 0) or 64)
+    return max(1, threads - min(RESERVE, threads // 4))
+
+
+def complain(error: Exception) -> None:
+    """Say why the service cannot start, to where its user looks, without a traceback."""
+    print(f"qmflask cannot start:\n{error}", file=sys.stderr, flush=True)

@@ -1,0 +1,517 @@
+"""The leader's hands: starts, adopts, watches and stops process trees; each step is in the store before it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qmflask import errors, probes, processes
+from qmflask.config import LaunchError, Model
+from qmflask.logfiles import ModelLog
+from qmflask.processes import Children, Identity, SpawnError, SpawnLock
+from qmflask.states import Phase, State
+from qmflask.store import Store, reading, scheduling
+from qmflask.store.rows import ProcessRow, SwapRow
+
+log = logging.getLogger(__name__)
+
+SECOND = 1_000_000_000
+MILLISECOND = 1_000_000
+#: A failed start is not tried again for 1, 2, 4 ... 30 s (DESIGN section 3).
+BACK_OFF_CAP = 30 * SECOND
+#: How often the rest of a tree is looked at after its first process ended: 1, 2, 4 ... 50 ms.
+LOOK_CAP = 50 * MILLISECOND
+
+
+def name_hash(text: str) -> str:
+    """A short file-name-safe name for a model id or a directory."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass
+class Tree:
+    """What the leader holds in memory of one model that is not down; the row in the store is what counts."""
+
+    model: str
+    token: str
+    identity: Identity | None = None
+    pidfd: int | None = None
+    prober: probes.Prober | None = None
+    stopper: threading.Thread | None = None
+    next_look: int = 0
+    pause: int = MILLISECOND
+    exit_code: int | None = None
+    killed: bool = False
+    tail: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a prober found for the tree with this token."""
+
+    model: str
+    token: str
+    ok: bool
+    detail: str
+
+
+class Trees:
+    """All process trees of one term. `wake` makes the leader's loop turn; `watch`/`unwatch` are its selector."""
+
+    def __init__(
+        self,
+        store: Store,
+        generation: int,
+        children: Children,
+        wake: Callable[[], None],
+        watch: Callable[[int, str], None],
+        unwatch: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._generation = generation
+        self._children = children
+        self._wake = wake
+        self._watch = watch
+        self._unwatch = unwatch
+        self._trees: dict[str, Tree] = {}
+        self.woken: set[str] = set()  # workers with an answer from `start`; `poll` hands them on
+        self._probed: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+        self._models: Mapping[str, Model] = {}
+        self._owner = name_hash(str(store.directory.resolve()))
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(self, swap: SwapRow, model: Model, rows: Mapping[str, ProcessRow], now: int) -> bool:
+        """Spawn the swap's target; False while its spawn lock is taken by a tree that is not gone yet.
+
+        A command that cannot be spawned is a failed start like any other: written to the row, told to the waiters.
+        """
+        lock = SpawnLock(self._lock_path(model.id))
+        if not lock.try_acquire():
+            self._clear_strangers(model.id)
+            return False
+        try:
+            tree = Tree(model.id, f"{self._owner}.{name_hash(model.id)}.{secrets.token_hex(8)}")
+            port = self._choose_port(model, rows)
+            self._write_starting(swap, model, tree, port, now)
+            self._trees[model.id] = tree
+            try:
+                self._spawn(swap, model, tree, port, lock)
+            except (SpawnError, LaunchError) as err:
+                error = errors.ModelStartFailed(f"model {model.id} cannot be started: {err}")
+                self.woken |= self._fail_start(tree, error, now)
+        finally:
+            lock.close()
+        return True
+
+    def _write_starting(self, swap: SwapRow, model: Model, tree: Tree, port: int | None, now: int) -> None:
+        stop = model.stop_argv(pid=0, port=port)
+        with self._store.write(self._generation) as tx:
+            scheduling.set_phase(tx, swap.id, Phase.STARTING, deadline=0)
+            scheduling.set_state(
+                tx,
+                model.id,
+                State.STARTING,  # stopped, failed -> starting
+                swap.reason,
+                token=tree.token,
+                pid=None,
+                start_ticks=None,
+                port=port,
+                proxy=_proxy(model, port),
+                launch_hash=model.launch_hash,
+                cmd=model.cmd,
+                cmd_stop=json.dumps(model.cmd_stop) if stop else None,
+                unload_timeout=model.unload_timeout,
+                started_at=now,
+                deadline=now + model.health_check_timeout * SECOND,
+                hold_until=0,
+                asked_since=0,
+            )
+
+    def _spawn(self, swap: SwapRow, model: Model, tree: Tree, port: int | None, lock: SpawnLock) -> None:
+        launch = model.launch(port)
+        logfile = ModelLog(self._store.directory / "logs", model.id)
+        logfile.rotate()
+        env = {**os.environ, **launch.env}
+        child = processes.spawn(launch.argv, env, tree.token, logfile.path, lock.fd)
+        self._children.add(child)
+        tree.identity = child.identity
+        with self._store.write(self._generation) as tx:
+            scheduling.update_process(tx, model.id, pid=child.identity.pid, start_ticks=child.identity.start_ticks)
+            scheduling.set_phase(tx, swap.id, Phase.PROBING)
+        self._observe(tree)
+        self._probe(tree, model, port)
+
+    def _probe(self, tree: Tree, model: Model, port: int | None) -> None:
+        launch = model.launch(port)
+        with self._store.read() as tx:
+            row = reading.process(tx, model.id)
+        assert row is not None
+        if launch.check_url is None:
+            self._report(tree, True, "no check")
+            return
+        tree.prober = probes.Prober(
+            model.id,
+            launch.check_url,
+            lambda _, ok, detail: self._report(tree, ok, detail),
+            deadline_ns=row.deadline,
+            started_ns=row.started_at,
+            warmup=_warm_up(model, launch.proxy),
+        ).start()
+
+    def _report(self, tree: Tree, ok: bool, detail: str) -> None:
+        self._probed.put(Probed(tree.model, tree.token, ok, detail))
+        self._wake()
+
+    def _choose_port(self, model: Model, rows: Mapping[str, ProcessRow]) -> int | None:
+        """The nominal port, or the next free one above it where a live row owns it or it cannot be bound."""
+        if model.port is None:
+            return None
+        taken = scheduling.live_ports(row for row in rows.values() if row.model != model.id)
+        port = model.port
+        while port in taken or not processes.port_is_free(port):
+            port += 1
+            if port > 65535:
+                raise ValueError(f"no free port above {model.port}")
+        return port
+
+    def _clear_strangers(self, model: str) -> None:
+        """Kill what still lives of an earlier tree of this model that no row knows; its end frees the spawn lock."""
+        prefix = f"{self._owner}.{name_hash(model)}."
+        for identity, _ in processes.tokens(prefix):
+            log.warning("model %s: killing a leftover process %d of an earlier start", model, identity.pid)
+            processes.send(identity, signal.SIGKILL)
+
+    def _lock_path(self, model: str) -> Path:
+        return self._store.directory / "spawn" / f"{name_hash(model)}.lock"
+
+    # -- taking over ------------------------------------------------------------------------------------------
+
+    def adopt(self, rows: Mapping[str, ProcessRow], models: Mapping[str, Model], now: int) -> None:
+        """Take up the trees that an earlier leader left, each at its state; orphans that no row knows are killed."""
+        self._models = models
+        for row in rows.values():
+            if row.state in (State.STOPPED, State.FAILED) or row.token is None:
+                continue
+            tree = self._trees[row.model] = Tree(row.model, row.token)
+            tree.identity = self._find(row)
+            if row.state is State.STARTING:
+                self._adopt_starting(tree, row, models.get(row.model), now)
+            elif row.state is State.STOPPING:
+                self._observe(tree)
+                self.signal_stop(row)
+            elif tree.identity is None or not tree.identity.alive():
+                self._main_exited(tree, now)  # ready, draining -> stopping
+            else:
+                log.info("model %s: adopted process %d", row.model, tree.identity.pid)
+                self._observe(tree)
+        known = {row.token for row in rows.values() if row.token}
+        for identity, token in processes.tokens(f"{self._owner}."):
+            if token not in known:
+                log.warning("killing process %d: it belongs to no model that is known", identity.pid)
+                processes.send(identity, signal.SIGKILL)
+
+    def _find(self, row: ProcessRow) -> Identity | None:
+        if row.pid is not None and row.start_ticks is not None:
+            return Identity(row.pid, row.start_ticks, self._store.boot_id)
+        assert row.token is not None
+        members = processes.token_members(row.token)
+        leaders = [member for member in members if processes.session_of(member.pid) == member.pid]
+        return (leaders or members or [None])[0]
+
+    def _adopt_starting(self, tree: Tree, row: ProcessRow, model: Model | None, now: int) -> None:
+        tree.identity = tree.identity or self._find(row)
+        if tree.identity is None and processes.is_held(self._lock_path(row.model)):
+            # An earlier leader stands just before its spawn; the tree appears or the lock is freed.
+            tree.next_look = now + 10 * MILLISECOND
+            return
+        if tree.identity is None or not tree.identity.alive() or model is None:
+            self._main_exited(tree, now)
+            return
+        with self._store.write(self._generation) as tx:
+            scheduling.update_process(tx, row.model, pid=tree.identity.pid, start_ticks=tree.identity.start_ticks)
+            for swap in reading.swaps(tx):
+                if swap.target == row.model:
+                    scheduling.set_phase(tx, swap.id, Phase.PROBING)
+        self._observe(tree)
+        self._probe(tree, model, row.port)
+
+    def _observe(self, tree: Tree) -> None:
+        if tree.identity is None or tree.pidfd is not None:
+            return
+        tree.pidfd = processes.pidfd(tree.identity)
+        if tree.pidfd is not None:
+            self._watch(tree.pidfd, tree.model)
+        else:
+            tree.next_look = time.monotonic_ns()  # it has ended already
+
+    # -- stopping ---------------------------------------------------------------------------------------------
+
+    def signal_stop(self, row: ProcessRow) -> None:
+        """Begin to stop a tree whose row says `stopping`: its stop command, else TERM to the tree."""
+        tree = self._trees.get(row.model)
+        if tree is None:
+            tree = self._trees[row.model] = Tree(row.model, row.token or "")
+        self._end_probe(tree)
+        tree.next_look, tree.pause = time.monotonic_ns(), MILLISECOND
+        if row.cmd_stop and tree.identity is not None:
+            self._run_stop_command(tree, row)
+        elif tree.identity is not None:
+            processes.signal_tree(tree.identity.pid, tree.token, signal.SIGTERM, tree.identity)
+
+    def _run_stop_command(self, tree: Tree, row: ProcessRow) -> None:
+        assert row.cmd_stop is not None and tree.identity is not None
+        pid = tree.identity.pid
+        argv = [part.replace("${PID}", str(pid)) for part in row.cmd_stop]
+        logfile = ModelLog(self._store.directory / "logs", row.model)
+
+        def run() -> None:
+            result = processes.run_stop_command(argv, os.environ, row.unload_timeout, logfile.path, tree.token)
+            if not result.ok:
+                log.warning("model %s: %s; TERM follows", row.model, result.error)
+                processes.signal_tree(pid, tree.token, signal.SIGTERM, tree.identity)
+            self._wake()
+
+        tree.stopper = threading.Thread(target=run, name=f"stop {row.model}", daemon=True)
+        tree.stopper.start()
+
+    def _end_probe(self, tree: Tree) -> None:
+        if tree.prober is not None:
+            tree.prober.stop()
+            tree.prober.join(1.0)
+            tree.prober = None
+
+    # -- events -----------------------------------------------------------------------------------------------
+
+    def poll(self, exited: set[str], now: int) -> set[str]:
+        """Handle exits, probe results and stops that are due; returns the workers to wake."""
+        self._children.reap()
+        woken, self.woken = self.woken, set()
+        for model in exited:
+            tree = self._trees.get(model)
+            if tree is not None:
+                woken |= self._main_exited(tree, now)
+        while not self._probed.empty():
+            woken |= self._probe_result(self._probed.get(), now)
+        for tree in list(self._trees.values()):
+            if tree.next_look and tree.next_look <= now:
+                woken |= self._look(tree, now)
+        return woken
+
+    def next_look(self) -> int | None:
+        """When `poll` must run again though nothing happens (monotonic ns); None: no need."""
+        return min((tree.next_look for tree in self._trees.values() if tree.next_look), default=None)
+
+    def _main_exited(self, tree: Tree, now: int) -> set[str]:
+        """The first process of a tree ended by itself or because it was told to."""
+        self._forget_pidfd(tree)
+        self._children.reap()
+        if tree.identity is not None:
+            tree.exit_code = self._children.returncode(tree.identity.pid)
+        with self._store.read() as tx:
+            row = reading.process(tx, tree.model)
+        if row is None:
+            return set()
+        if row.state is State.STARTING:
+            return self._fail_start(tree, self._exited_early(tree, row), now)
+        if row.state in (State.READY, State.DRAINING):
+            reason = f"exited by itself with {_code(tree.exit_code)}"
+            log.warning("model %s %s", row.model, reason)
+            with self._store.write(self._generation) as tx:  # ready, draining -> stopping
+                scheduling.set_state(
+                    tx, row.model, State.STOPPING, reason, deadline=now + int(row.unload_timeout * SECOND)
+                )
+            self.signal_stop(row)
+        tree.next_look, tree.pause = now, MILLISECOND
+        return self._look(tree, now)
+
+    def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
+        lines = ModelLog(self._store.directory / "logs", row.model).tail(lines=8)
+        message = f"model {row.model} ended with {_code(tree.exit_code)} before it was healthy"
+        if row.port is not None and (holder := processes.holder_of(row.port)):
+            message += f"; port {row.port} is held by {holder}"
+        if lines:
+            message += f"; last log lines: {lines}"
+        return errors.ModelStartFailed(message)
+
+    def _probe_result(self, probed: Probed, now: int) -> set[str]:
+        tree = self._trees.get(probed.model)
+        with self._store.read() as tx:
+            row = reading.process(tx, probed.model)
+        if tree is None or row is None or tree.token != probed.token or row.state is not State.STARTING:
+            return set()  # a late result of an earlier start changes nothing
+        self._end_probe(tree)
+        if tree.identity is None or not tree.identity.alive():
+            return self._main_exited(tree, now)
+        if not probed.ok:
+            lines = ModelLog(self._store.directory / "logs", row.model).tail(lines=8)
+            seconds = (row.deadline - row.started_at) // SECOND
+            error = errors.ModelStartTimeout(
+                f"model {row.model} was not healthy within {seconds} s ({probed.detail}); raise healthCheckTimeout"
+                f" or look at its log{': ' + lines if lines else ''}"
+            )
+            return self._fail_start(tree, error, now)
+        if row.port is not None and processes.listens(tree.identity.pid, tree.token, row.port, tree.identity) is False:
+            holder = processes.holder_of(row.port) or "another process"
+            return self._fail_start(
+                tree,
+                errors.ModelStartFailed(
+                    f"model {row.model} does not listen on its port {row.port}, {holder} does; stop that, or give"
+                    " the model another port"
+                ),
+                now,
+            )
+        return self._ready(tree, row, now)
+
+    def _ready(self, tree: Tree, row: ProcessRow, now: int) -> set[str]:
+        """Ready and all grants are one transaction."""
+        load_ms = (now - row.started_at) / MILLISECOND
+        log.info("model %s: ready after %.0f ms on port %s", row.model, load_ms, row.port)
+        with self._store.write(self._generation) as tx:
+            scheduling.set_state(
+                tx,
+                row.model,
+                State.READY,
+                "loaded",
+                idle_since=now,
+                load_ms=load_ms,
+                deadline=0,
+                retry_at=0,
+                failure_code=None,
+                failure_message=None,
+                attempts=0,
+            )  # starting -> ready
+            for swap in reading.swaps(tx):
+                if swap.target == row.model:
+                    scheduling.close_swap(tx, swap.id)
+            return scheduling.grant(tx, scheduling.waiting_for(tx, row.model), row.model, now, paid=True)
+
+    def _fail_start(self, tree: Tree, error: errors.QmflaskError, now: int) -> set[str]:
+        """Stop what there is of a failed start; its waiters get the error now, others until the back-off ends."""
+        self._end_probe(tree)
+        log.warning("%s", error.message)
+        with self._store.write(self._generation) as tx:
+            row = reading.process(tx, tree.model)
+            assert row is not None
+            wait = min(BACK_OFF_CAP, SECOND << min(row.attempts, 6))
+            scheduling.set_state(
+                tx,
+                tree.model,
+                State.STOPPING,
+                "its start failed",
+                deadline=now + int(row.unload_timeout * SECOND),
+                failure_code=error.code,
+                failure_message=error.message,
+                retry_at=now + wait,
+                attempts=row.attempts + 1,
+            )  # starting -> stopping
+            for swap in reading.swaps(tx):
+                if swap.target == tree.model:
+                    scheduling.close_swap(tx, swap.id)
+            error.retry_after = max(1, wait // SECOND)
+            woken = scheduling.fail(tx, scheduling.waiting_for(tx, tree.model), error)
+        self.signal_stop(row)
+        return woken | self._look(tree, now)
+
+    def _look(self, tree: Tree, now: int) -> set[str]:
+        """See whether the tree is gone; escalate when its time is over."""
+        with self._store.read() as tx:
+            row = reading.process(tx, tree.model)
+        tree.next_look = 0
+        if row is None:
+            return set()
+        if row.state is State.STARTING and tree.identity is None:
+            return self._look_for_spawn(tree, row, now)
+        if row.state is not State.STOPPING:
+            ended = tree.identity is not None and not tree.identity.alive()
+            return self._main_exited(tree, now) if ended else set()
+        stopping = tree.stopper is not None and tree.stopper.is_alive()
+        if not stopping and not self._alive(tree):
+            self._down(tree, row)
+            return set()
+        if now >= row.deadline:
+            if not tree.killed:
+                log.warning("model %s: still there after %.0f s, killing it", row.model, row.unload_timeout)
+            tree.killed = True
+            if tree.identity is not None:
+                processes.signal_tree(tree.identity.pid, tree.token, signal.SIGKILL, tree.identity)
+        tree.next_look = now + tree.pause
+        tree.pause = min(tree.pause * 2, LOOK_CAP)
+        return set()
+
+    def _look_for_spawn(self, tree: Tree, row: ProcessRow, now: int) -> set[str]:
+        """An earlier leader was about to spawn: adopt its tree when it appears, give up when the lock is free."""
+        self._adopt_starting(tree, row, self._models.get(row.model), now)
+        return set()
+
+    def _alive(self, tree: Tree) -> bool:
+        if tree.identity is None:
+            return bool(tree.token and processes.token_members(tree.token))
+        return processes.session_alive(tree.identity.pid, tree.identity) or bool(processes.token_members(tree.token))
+
+    def _down(self, tree: Tree, row: ProcessRow) -> None:
+        """No process of the session lives: stopping -> stopped, or failed when a start failed."""
+        self._forget_pidfd(tree)
+        if tree.identity is not None:
+            tree.exit_code = self._children.returncode(tree.identity.pid)
+        with self._store.write(self._generation) as tx:
+            scheduling.set_state(
+                tx,
+                row.model,
+                State.FAILED if row.failure_code else State.STOPPED,
+                row.reason,
+                pid=None,
+                start_ticks=None,
+                port=None,
+                exit_code=tree.exit_code,
+                stop_wall=time.time(),
+                deadline=0,
+                hold_until=0,
+            )
+        del self._trees[row.model]
+
+    def _forget_pidfd(self, tree: Tree) -> None:
+        if tree.pidfd is not None:
+            self._unwatch(tree.pidfd)
+            os.close(tree.pidfd)
+            tree.pidfd = None
+
+    def close(self) -> None:
+        """End probers and descriptors; the trees live on."""
+        for tree in self._trees.values():
+            self._end_probe(tree)
+            self._forget_pidfd(tree)
+        self._trees.clear()
+
+
+def _proxy(model: Model, port: int | None) -> str:
+    try:
+        return model.launch(port).proxy
+    except LaunchError:
+        return ""
+
+
+def _warm_up(model: Model, proxy: str) -> probes.WarmUp | None:
+    if model.warmup is None:
+        return None
+    body = model.warmup.body
+    return probes.WarmUp(proxy.rstrip("/") + model.warmup.path, None if body is None else body.encode())
+
+
+def _code(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "an unknown exit code"
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
