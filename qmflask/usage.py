@@ -1,0 +1,282 @@
+"""Reads token counts and speeds from answers, whole or streamed, and a message from failed ones.
+
+Bytes in, values out. Rules: compatibility 6.1 and 6.2. Streams are looked into only where a counter is named.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+
+#: Bytes of a body or of one event's line that are kept to be read; longer ones are not counted.
+MAX_KEPT = 8 * 1024 * 1024
+MAX_MESSAGE = 500
+
+_COUNTERS = (b'"usage"', b'"timings"', b'"metrics"')
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Counts and tokens per second of one answer; -1 = not known. All zero where an answer has no counters."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_tokens: int = 0
+    prompt_per_second: float = 0
+    tokens_per_second: float = 0
+    draft_tokens: int = 0
+    draft_acc_tokens: int = 0
+    #: ms of work the server itself reports, 0 if it does not: a record's duration is at least this.
+    reported_ms: float = 0
+
+
+NOTHING = Tokens()
+
+
+class UsageReader:
+    """Collects what counts from an answer as its bytes pass; `tokens()` at the end.
+
+    Never raises on what a server sends. Compressed answers are decoded (gzip, deflate) up to `MAX_KEPT` bytes.
+    """
+
+    def __init__(self, path: str, content_type: str = "", content_encoding: str = "") -> None:
+        self._path = path
+        self._stream = "text/event-stream" in content_type.lower()
+        self._encoded = content_encoding.lower().strip() not in ("", "identity")
+        self._decoder = _decoder(content_encoding)
+        self.decode_failed = self._encoded and self._decoder is None
+        self._counts = _Counts()
+        self._rest = b""
+        self._kept: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the body."""
+        if self._encoded:
+            data = self._decode(data)
+        if self._stream:
+            self._feed_events(data)
+        elif self._size <= MAX_KEPT:
+            self._size += len(data)
+            self._kept.append(data)
+
+    def tokens(self) -> Tokens:
+        """The counts of all that was fed."""
+        if self._stream:
+            self._event_line(self._rest)
+            return self._counts.tokens()
+        if self._size > MAX_KEPT:
+            return NOTHING
+        return tokens_of(self._path, b"".join(self._kept))
+
+    def body(self) -> bytes:
+        """The start of a body that is no stream: all of it, for bodies within `MAX_KEPT`."""
+        return b"".join(self._kept)
+
+    def _decode(self, data: bytes) -> bytes:
+        if self._decoder is None or self.decode_failed:
+            return b""
+        try:
+            return bytes(self._decoder.decompress(data, MAX_KEPT))
+        except zlib.error:
+            self.decode_failed = True
+            return b""
+
+    def _feed_events(self, data: bytes) -> None:
+        """Look into the lines that name a counter; nearly all do not, and cost one search."""
+        if self._rest:
+            data = self._rest + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._rest = data[end:] if len(data) - end <= MAX_KEPT else b""
+        if end and any(name in data for name in _COUNTERS):
+            for line in data[:end].splitlines():
+                self._event_line(line)
+
+    def _event_line(self, line: bytes) -> None:
+        if line.startswith(b"data:") and any(name in line for name in _COUNTERS):
+            self._counts.add_event(_loads(line[5:].strip()))
+
+
+def tokens_of(path: str, body: bytes) -> Tokens:
+    """The counts of a whole JSON answer; `path` as it was sent upstream."""
+    document = _loads(body)
+    counts = _Counts()
+    if isinstance(document, list) and path.startswith("/infill") and document:
+        last = document[-1]
+        document = {"timings": last.get("timings")} if isinstance(last, dict) else None
+    if isinstance(document, dict):
+        counts.add_usage(document.get("usage"))
+        counts.add_speeds(document)
+    return counts.tokens()
+
+
+def tokens_of_stream(body: bytes) -> Tokens:
+    """The counts of a whole event stream."""
+    reader = UsageReader("", "text/event-stream")
+    reader.feed(body)
+    return reader.tokens()
+
+
+def error_message(status: int, body: bytes) -> str:
+    """What a failed answer says: the first text among error.message, error, message, detail, else the status."""
+    document = _loads(body)
+    if isinstance(document, dict):
+        error = document.get("error")
+        nested = error.get("message") if isinstance(error, dict) else None
+        for text in (nested, error, document.get("message"), document.get("detail")):
+            if isinstance(text, str) and text.strip():
+                text = text.strip()
+                return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return f"HTTP {status}"
+
+
+class _Counts:
+    """What was seen so far; later positive numbers overwrite earlier ones."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self.input = 0
+        self.output = 0
+        self.cached = -1
+        self.timings: dict[str, Any] | None = None
+        self.metrics: dict[str, Any] | None = None
+
+    def add_event(self, event: Any) -> None:
+        """Take one event of a stream: usage may be at its top, in `response` or in `message`."""
+        if not isinstance(event, dict):
+            return
+        self.add_usage(event.get("usage"))
+        for holder in (event.get("response"), event.get("message")):
+            if isinstance(holder, dict):
+                self.add_usage(holder.get("usage"))
+        self.add_speeds(event)
+
+    def add_usage(self, usage: Any) -> None:
+        """Take a usage object, OpenAI's or Anthropic's."""
+        if not isinstance(usage, dict):
+            return
+        self.seen = True
+        details = [usage.get("input_tokens_details"), usage.get("prompt_tokens_details")]
+        inputs = _number(usage, "prompt_tokens", "input_tokens")
+        outputs = _number(usage, "completion_tokens", "output_tokens")
+        cached = _number(usage, "cache_read_input_tokens")
+        for detail in details:
+            if cached is None and isinstance(detail, dict):
+                cached = _number(detail, "cached_tokens")
+        if inputs is not None and inputs > 0:
+            self.input = int(inputs)
+        if outputs is not None and outputs > 0:
+            self.output = int(outputs)
+        if cached is not None and cached >= 0:
+            self.cached = int(cached)
+
+    def add_speeds(self, document: dict[str, Any]) -> None:
+        """Take llama-server's `timings` and vLLM's `metrics`; the last of each count."""
+        for name in ("timings", "metrics"):
+            value = document.get(name)
+            if isinstance(value, dict):
+                self.seen = True
+                setattr(self, name, value)
+
+    def tokens(self) -> Tokens:
+        """The result; NOTHING if no counter was seen."""
+        if not self.seen:
+            return NOTHING
+        result = _Result(self.input, self.output, self.cached)
+        if self.timings is not None:
+            result.use_timings(self.timings)
+        if self.metrics is not None:
+            result.use_metrics(self.metrics)
+        return result.tokens()
+
+
+class _Result:
+    def __init__(self, input_tokens: int, output_tokens: int, cached: int) -> None:
+        self.input = input_tokens
+        self.output = output_tokens
+        self.cached = cached
+        self.prompt_rate: float = -1
+        self.token_rate: float = -1
+        self.drafted = -1
+        self.accepted = -1
+        self.reported_ms: float = 0
+
+    def use_timings(self, timings: dict[str, Any]) -> None:
+        """llama-server: its counts override those of usage."""
+        self.input = int(_number(timings, "prompt_n") or 0)
+        self.output = int(_number(timings, "predicted_n") or 0)
+        self.prompt_rate = _number(timings, "prompt_per_second") or 0
+        self.token_rate = _number(timings, "predicted_per_second") or 0
+        cached = _number(timings, "cache_n")
+        if cached is not None:
+            self.cached = int(cached)
+        self._use_drafts(_number(timings, "draft_n"), _number(timings, "draft_n_accepted"))
+        self.reported_ms = (_number(timings, "prompt_ms") or 0) + (_number(timings, "predicted_ms") or 0)
+
+    def use_metrics(self, metrics: dict[str, Any]) -> None:
+        """vLLM: times to the first token and between tokens become rates."""
+        drafts = metrics.get("speculative_decoding")
+        if isinstance(drafts, dict):
+            self._use_drafts(_number(drafts, "num_draft_tokens"), _number(drafts, "num_accepted_draft_tokens"))
+        first_ms = _number(metrics, "time_to_first_token_ms") or 0
+        if first_ms > 0:
+            self.prompt_rate = (self.input - max(self.cached, 0)) / (first_ms / 1000)
+        between_ms = _number(metrics, "mean_itl_ms") or 0
+        if between_ms > 0:
+            self.token_rate = 1000 / between_ms
+
+    def tokens(self) -> Tokens:
+        """The finished record."""
+        return Tokens(
+            self.input,
+            self.output,
+            self.cached,
+            self.prompt_rate,
+            self.token_rate,
+            self.drafted,
+            self.accepted,
+            self.reported_ms,
+        )
+
+    def _use_drafts(self, drafted: float | None, accepted: float | None) -> None:
+        if drafted is not None and accepted is not None:
+            self.drafted, self.accepted = int(drafted), int(accepted)
+
+
+def _number(values: dict[str, Any], *names: str) -> float | None:
+    """The first of these members that is there, as a number; numeric text counts."""
+    for name in names:
+        value = values.get(name)
+        if value is None or isinstance(value, bool):
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(number):
+            return number
+    return None
+
+
+def _loads(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _decoder(coding: str) -> Any:
+    coding = coding.lower().strip()
+    if coding in ("gzip", "x-gzip"):
+        return zlib.decompressobj(31)
+    if coding == "deflate":
+        return zlib.decompressobj()
+    return None
