@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 from qmflask.policy.snapshot import ModelRule, ProcessView, Snapshot, SwapView
@@ -14,6 +14,28 @@ _HOTTEST = 1 << 62
 
 #: Classes of the running order, coldest class first.
 _GOING, _IDLE, _HELD, _BUSY, _PROTECTED = range(5)
+
+#: Class, tick, id: what the running order is sorted by.
+_Place = tuple[int, int, str]
+
+
+class _Order:
+    """One running order, kept sorted while single models move in it."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, _Place | None] = {}
+        self.line: list[_Place] = []
+
+    def move(self, model: str, place: _Place | None) -> None:
+        """Give one model another place."""
+        old = self.places.get(model)
+        if old == place:
+            return
+        if old is not None:
+            del self.line[bisect_left(self.line, old)]
+        if place is not None:
+            insort(self.line, place)
+        self.places[model] = place
 
 
 class Board:
@@ -35,7 +57,8 @@ class Board:
         self.victim_of = {victim: swap for swap in snapshot.swaps for victim in swap.victims}
         self.waiters = Counter(request.model for request in snapshot.queue)
         self._tick = max((view.tick for view in self.processes.values()), default=0)
-        self._running: dict[bool, list[str]] = {}
+        self._renderers = [rule.id for rule in snapshot.models.values() if rule.renders]
+        self._orders: dict[bool, _Order] = {}
 
     def rule(self, model: str) -> ModelRule:
         """The model's rule; one that the configuration no longer names has the default one."""
@@ -83,25 +106,20 @@ class Board:
         id. For a request whose patience is over a hold protects nothing, so held models come before those in flight.
         Protected models come last, so that they are named only where nothing else makes the room.
         """
-        order = self._running.get(overdue)
+        order = self._orders.get(overdue)
         if order is None:
-            keyed = [self._place(model, overdue) for model in self._occupants()]
-            keyed.sort()
-            order = self._running[overdue] = [model for _, _, model in keyed]
-        return order
+            order = self._orders[overdue] = _Order()
+            for model in (*self.processes, *self.swaps):
+                order.places[model] = self._place(model, overdue)
+            order.line = sorted(place for place in order.places.values() if place is not None)
+        return [place[2] for place in order.line]
 
-    def _occupants(self) -> Iterator[str]:
-        for model, view in self.processes.items():
-            if view.state is not State.FAILED:
-                yield model
-        for target in self.swaps:
-            if self.state(target) in DOWN:
-                yield target
-
-    def _place(self, model: str, overdue: bool) -> tuple[int, int, str]:
+    def _place(self, model: str, overdue: bool) -> _Place | None:
+        """Where a model stands in the running order; None if it is down and not about to start."""
         view = self.processes.get(model)
-        tick = view.tick if view is not None and view.state is not State.FAILED else _HOTTEST
-        return self._class(model, view, overdue), tick, model
+        if view is None or view.state is State.FAILED:
+            return (self._class(model, None, overdue), _HOTTEST, model) if model in self.swaps else None
+        return self._class(model, view, overdue), view.tick, model
 
     def _class(self, model: str, view: ProcessView | None, overdue: bool) -> int:
         if self.protected(model):
@@ -114,15 +132,18 @@ class Board:
             return _HELD if overdue else _BUSY
         return _IDLE
 
+    def _moved(self, *models: str) -> None:
+        """Bring the running orders up to date for models whose state, leases or swap changed."""
+        for overdue, order in self._orders.items():
+            for model in models:
+                order.move(model, self._place(model, overdue))
+
     def renderers(self, target: str, victims: tuple[str, ...]) -> tuple[str, ...]:
         """Loaded models that render and stay while `target` is spawned."""
         return tuple(
             model
-            for model, view in self.processes.items()
-            if view.state in (State.READY, State.DRAINING)
-            and self.rule(model).renders
-            and model != target
-            and model not in victims
+            for model in self._renderers
+            if self.state(model) in (State.READY, State.DRAINING) and model != target and model not in victims
         )
 
     def spawns(self, swap: SwapView) -> bool:
@@ -136,8 +157,7 @@ class Board:
         view = self.processes[model]
         self._tick += 1
         self.processes[model] = replace(view, leases=view.leases + 1, tick=self._tick)
-        if not view.leases:
-            self._running.clear()
+        self._moved(model)
 
     def start(self, target: str, victims: tuple[str, ...], blockers: tuple[str, ...]) -> None:
         """Open a swap: idle victims stop, busy ones drain."""
@@ -149,7 +169,7 @@ class Board:
                 state = State.DRAINING if view.leases else State.STOPPING
                 self.processes[victim] = replace(view, state=state, stop_reason="evicted")
         self.swaps[target] = swap
-        self._running.clear()
+        self._moved(target, *victims)
 
     def abort(self, swap: SwapView) -> None:
         """Drop a swap: victims that still drain for it are ready again, a loading target is stopping."""
@@ -162,4 +182,4 @@ class Board:
         view = self.processes.get(swap.target)
         if view is not None and view.state is State.STARTING:
             self.processes[swap.target] = replace(view, state=State.STOPPING)
-        self._running.clear()
+        self._moved(swap.target, *swap.victims)

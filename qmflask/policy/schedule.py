@@ -7,6 +7,7 @@ simulator call the same two functions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from qmflask.policy.actions import AbortSwap as AbortSwap
 from qmflask.policy.actions import Action as Action
@@ -59,8 +60,7 @@ def decide(snapshot: Snapshot, now: int) -> list[Action]:
     """
     walk = _Walk(snapshot, now)
     walk.drop_abandoned()
-    for request in in_order(snapshot.queue, now):
-        walk.take(request)
+    walk.run()
     walk.stop_idle()
     return walk.actions
 
@@ -82,12 +82,12 @@ def next_deadline(snapshot: Snapshot, now: int) -> int | None:
     return min(times, default=None)
 
 
-def in_order(queue: Sequence[RequestView], now: int) -> list[RequestView]:
-    """The queue's order: patience over (oldest first, whatever the priority), then priority, then arrival."""
+def in_order(queue: Sequence[RequestView], now: int) -> tuple[list[RequestView], list[RequestView]]:
+    """The queue's order: patience over (oldest first, whatever the priority), then the rest by priority and arrival."""
     overdue = [request for request in queue if 0 < request.patience_at <= now]
     rest = [request for request in queue if not 0 < request.patience_at <= now] if overdue else list(queue)
-    rest.sort(key=lambda request: -request.priority)
-    return overdue + rest
+    rest.sort(key=attrgetter("priority"), reverse=True)  # stable: equal priorities keep their arrival order
+    return overdue, rest
 
 
 def _stored_failure(snapshot: Snapshot, request: RequestView, now: int) -> Reject | None:
@@ -134,7 +134,7 @@ class _Walk:
         self.board = Board(snapshot, now)
         self.actions: list[Action] = []
         self.waiting = 0
-        self._verdicts: dict[tuple[str, bool], Verdict] = {}
+        self._known: dict[str, Verdict] = {}  # by model, for the requests that are (or are not) overdue
         self._first: tuple[str, Verdict] | None = None  # the oldest overdue request that waits
         self._turns: set[str] = set()  # rendering models whose requests wait for a spawn
 
@@ -144,14 +144,28 @@ class _Walk:
             if abandoned(swap) and not self.board.awaited(swap):
                 self._abort(swap)
 
-    def take(self, request: RequestView) -> None:
+    def run(self) -> None:
+        """Decide for every queued request, in order."""
+        overdue, rest = in_order(self.snapshot.queue, self.now)
+        for late, requests in ((True, overdue), (False, rest)):
+            self._known = {}
+            for request in requests:
+                self._take(request, late)
+
+    def _take(self, request: RequestView, overdue: bool) -> None:
         """Decide for one queued request and apply what comes of it."""
         model = request.model
         swap = self.board.swaps.get(model)
         if swap is not None:
             self.actions.append(Join(request.id, model, swap.id))
             return
-        overdue = 0 < request.patience_at <= self.now
+        verdict = self._known.get(model)
+        if verdict is None:
+            verdict = self._settled(model, overdue)
+        self.actions.append(self._action(request, verdict))
+
+    def _settled(self, model: str, overdue: bool) -> Verdict:
+        """The verdict once every swap that is to be dropped for it has been."""
         verdict = self._verdict(model, overdue)
         while verdict.kind is Kind.ABORT:
             assert verdict.swap is not None
@@ -159,7 +173,8 @@ class _Walk:
             verdict = self._verdict(model, overdue)
         if verdict.kind is Kind.WAIT:
             self._note_waiting(model, overdue, verdict)
-        self.actions.append(self._action(request, verdict))
+        self._known[model] = verdict
+        return verdict
 
     def admit(self, request: RequestView) -> Action:
         """The decision for one new request as the next walk would take it, without applying anything."""
@@ -206,14 +221,8 @@ class _Walk:
                 self._note_waiting(other.model, overdue, verdict)
 
     def _verdict(self, model: str, overdue: bool) -> Verdict:
-        key = (model, overdue)
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = assess(self.board, model, overdue)
-            if verdict.kind is Kind.START:
-                verdict = self._in_turn(model, overdue, verdict)
-            self._verdicts[key] = verdict
-        return verdict
+        verdict = assess(self.board, model, overdue)
+        return self._in_turn(model, overdue, verdict) if verdict.kind is Kind.START else verdict
 
     def _in_turn(self, model: str, overdue: bool, verdict: Verdict) -> Verdict:
         """Hold a start back where it would push somebody who was first further away (promise 8)."""
@@ -251,7 +260,7 @@ class _Walk:
     def _abort(self, swap: SwapView) -> None:
         self.actions.append(AbortSwap(swap.id, swap.target))
         self.board.abort(swap)
-        self._verdicts.clear()
+        self._known.clear()
 
     def _action(self, request: RequestView, verdict: Verdict) -> Action:
         if verdict.kind is Kind.WAIT:
@@ -264,5 +273,5 @@ class _Walk:
                 self.board.grant(request.model)
             return Serve(request.id, request.model)
         self.board.start(request.model, verdict.victims, verdict.blockers)
-        self._verdicts = {key: kept for key, kept in self._verdicts.items() if kept.kind is not Kind.SERVE}
+        self._known = {name: kept for name, kept in self._known.items() if kept.kind is not Kind.SERVE}
         return StartSwap(request.id, request.model, verdict.victims, verdict.fixed, verdict.blockers)
