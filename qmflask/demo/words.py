@@ -63,7 +63,7 @@ def _content_text(content: object) -> str:
         return content
     if isinstance(content, list):
         parts = [p if isinstance(p, str) else p.get("text", "") for p in content if isinstance(p, (str, dict))]
-        return " ".join(p for p in parts if isinstance(p, str))
+        return " ".join(p for p in parts if isinstance(p, str) and p)
     return ""
 
 
