@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
 
+from qmflask.http1 import Head, HeadReader, Malformed, body_of
+
 log = logging.getLogger(__name__)
 
 _MS = 1_000_000
@@ -34,8 +36,6 @@ _DRAIN_NS = 10 * _MS
 _WARM_UP_PAUSE_NS = 250 * _MS
 
 _UP_BUT_LOCKED = frozenset({401, 403})
-
-_STATUS_LINE = re.compile(rb"HTTP/\d(?:\.\d)? +(\d{3})(?:[ \t][^\n]*)?\r?\n")
 
 
 @dataclass(frozen=True)
@@ -71,73 +71,6 @@ class _Stopped(Exception):
 
 class _Failed(Exception):
     """Raised inside an exchange; the text is for people."""
-
-
-class Reply:
-    """The head of an HTTP/1 response and where its end is, fed with bytes as they come. Bodies are not kept."""
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self.complete = False
-        self._head = b""
-        self._left: int | None = None
-        self._chunked = False
-        self._in_body = False
-        self._last = b""
-
-    def feed(self, data: bytes) -> None:
-        """Take what was read. Raises ValueError if it is no HTTP."""
-        if self._in_body:
-            self._body(data)
-            return
-        self._head += data
-        while not self._in_body:
-            line = _STATUS_LINE.match(self._head)
-            if line is None:
-                if b"\n" in self._head or len(self._head) > 4096:
-                    raise ValueError(f"the answer is not HTTP: {self._head[:40]!r}")
-                return
-            status = int(line[1])
-            if status >= 200:
-                self.status = status
-            end = re.search(rb"\r?\n\r?\n", self._head)
-            if end is None:
-                return
-            head, rest = self._head[: end.start()], self._head[end.end() :]
-            if status < 200:  # an interim response; the real one follows
-                self._head = rest
-                if not rest:
-                    return
-                continue
-            self._begin_body(status, head)
-            self._body(rest)
-
-    def _begin_body(self, status: int, head: bytes) -> None:
-        self._in_body = True
-        self._head = b""
-        for line in head.splitlines()[1:]:
-            name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length" and value.strip().isdigit():
-                self._left = int(value)
-            elif name.strip().lower() == b"transfer-encoding":
-                self._chunked = b"chunked" in value.lower()
-        if self._chunked:
-            self._left = None
-        elif status in (204, 304):
-            self._left = 0
-
-    def _body(self, data: bytes) -> None:
-        if self._left is not None:
-            self._left -= len(data)
-            self.complete = self._left <= 0
-        elif self._chunked:
-            self._last = (self._last + data)[-7:]
-            self.complete = self._last in (b"\r\n0\r\n\r\n", b"0\r\n\r\n")
-
-    def eof(self) -> None:
-        """The server closed. Without a length this is the end; with one it was cut short and stays incomplete."""
-        if self._in_body and self._left is None and not self._chunked:
-            self.complete = True
 
 
 class _Target:
@@ -270,25 +203,37 @@ class _Exchange:
             data = data[sent:]
 
     def _receive(self, sock: socket.socket, whole: bool) -> int:
-        reply = Reply()
+        head = self._receive_head(sock)
+        if not whole:
+            self._deadline_ns = min(self._deadline_ns, time.monotonic_ns() + _DRAIN_NS)
         try:
-            while not reply.complete:
-                if reply.status is not None and not whole:
-                    self._deadline_ns = min(self._deadline_ns, time.monotonic_ns() + _DRAIN_NS)
-                data = self._again(sock, lambda: sock.recv(65536))
-                assert isinstance(data, bytes)
+            body = body_of("GET", head)
+            body.feed(head.rest)
+            while not body.done:
+                data = self._read(sock)
                 if not data:
-                    reply.eof()
+                    body.end()
                     break
-                reply.feed(data)
-        except (OSError, ValueError):
-            if reply.status is None or whole:
+                body.feed(data)
+        except (OSError, Malformed):
+            if whole:
                 raise
-        if reply.status is None:
-            raise _Failed("the server closed the connection without an answer")
-        if whole and not reply.complete:
-            raise _Failed(f"the answer ({reply.status}) was cut short")
-        return reply.status
+        return head.status
+
+    def _receive_head(self, sock: socket.socket) -> Head:
+        reader = HeadReader()
+        while True:
+            data = self._read(sock)
+            if not data:
+                raise _Failed("the server closed the connection without an answer")
+            head = reader.feed(data)
+            if head is not None:
+                return head
+
+    def _read(self, sock: socket.socket) -> bytes:
+        data = self._again(sock, lambda: sock.recv(65536))
+        assert isinstance(data, bytes)
+        return data
 
 
 def is_self_connected(sock: socket.socket) -> bool:
@@ -309,7 +254,9 @@ def _ask(target: _Target, deadline_ns: int, stop_fd: int | None, body: bytes | N
         return ProbeResult(_Exchange(target, deadline_ns, stop_fd).status(body, whole))
     except TimeoutError:
         return ProbeResult(None, f"no answer within {(time.monotonic_ns() - began) / _SECOND:.2g} s")
-    except (OSError, ValueError, _Failed) as error:
+    except Malformed as error:
+        return ProbeResult(None, f"the server {error}")
+    except (OSError, _Failed) as error:
         return ProbeResult(None, getattr(error, "strerror", None) or str(error))
 
 
@@ -356,11 +303,14 @@ class Prober:
         host_header: str | None = None,
         warmup: WarmUp | None = None,
     ) -> None:
-        """`deadline_ns`, `started_ns`: monotonic; the start is of the process, maybe under an earlier leader."""
+        """`deadline_ns`, `started_ns`: monotonic; the start is of the process, maybe under an earlier leader.
+
+        A URL that cannot be used is a result like any other failure.
+        """
         self.model = model
-        self._target = _Target(url, host_header)
+        self._url = url
+        self._host_header = host_header
         self._warmup = warmup
-        self._warmup_target = _Target(warmup.url, host_header) if warmup else None
         self._on_result = on_result
         self._deadline_ns = deadline_ns
         self._started_ns = time.monotonic_ns() if started_ns is None else started_ns
@@ -407,26 +357,30 @@ class Prober:
 
     def _probe(self) -> tuple[bool, str]:
         """(ok, detail) at the end of it all. Raises _Stopped."""
+        try:
+            target = _Target(self._url, self._host_header)
+            warmup_target = _Target(self._warmup.url, self._host_header) if self._warmup else None
+        except ValueError as error:
+            return False, str(error)
         last = "it was never asked"
         while (began := time.monotonic_ns()) < self._deadline_ns:
-            result = _ask(
-                self._target, min(self._deadline_ns, began + PROBE_BOUND_NS), self._stop_fd, None, whole=False
-            )
+            bound = min(self._deadline_ns, began + PROBE_BOUND_NS)
+            result = _ask(target, bound, self._stop_fd, None, whole=False)
             last = result.detail
             pause = interval_ns(began - self._started_ns)
             if result.ok:
-                failure = self._warm_up()
+                failure = self._warm_up(warmup_target)
                 if failure is None:
                     return True, result.detail
                 last, began, pause = failure, time.monotonic_ns(), _WARM_UP_PAUSE_NS
             self._pause_until(min(began + pause, self._deadline_ns))
         return False, f"not healthy in time; last: {last}"
 
-    def _warm_up(self) -> str | None:
+    def _warm_up(self, target: _Target | None) -> str | None:
         """None if there is no warm-up request or it went well."""
-        if self._warmup is None or self._warmup_target is None:
+        if self._warmup is None or target is None:
             return None
-        result = _ask(self._warmup_target, self._deadline_ns, self._stop_fd, self._warmup.body, whole=True)
+        result = _ask(target, self._deadline_ns, self._stop_fd, self._warmup.body, whole=True)
         if result.status is not None and 200 <= result.status < 300:
             return None
         return f"the warm-up request failed: {result.error or result.status}"
