@@ -83,11 +83,7 @@ def worker_exit(server: Any, worker: Any) -> None:
     stop_worker(worker)
 
 
-def child_exit(server: Any, worker: Any) -> None:
-    """In the master, after any end of a worker, SIGKILL included: its leases are free at once."""
-    from qmflask.app import worker_died
-
-    worker_died(worker.pid)
+# No `child_exit`: the leader sees a worker's end at once, whatever killed it, and frees its leases.
 
 
 def on_exit(server: Any) -> None:

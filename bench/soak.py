@@ -142,6 +142,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     problems: list[str] = []
+    disturbed: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="qmflask-soak-") as folder:
         service = make_service(Path(folder))
         clients = Clients(service, options.clients, options.seed)
