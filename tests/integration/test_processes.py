@@ -51,13 +51,16 @@ class Spawner:
     def wait_lines(self, count: int = 1) -> list[str]:
         return eventually(lambda: lines if len(lines := self.lines()) >= count else [], f"{count} lines in the log")
 
+    def end(self, child: Child) -> None:
+        def gone() -> bool:
+            return not processes.signal_tree(child.pid, TOKEN, signal.SIGKILL, child.identity)
+
+        eventually(gone, "the tree is gone")
+        child.popen.wait()
+
     def close(self) -> None:
         for child in self.children:
-            eventually(
-                lambda child=child: not processes.signal_tree(child.pid, TOKEN, signal.SIGKILL, child.identity),
-                "the tree is gone",
-            )
-            child.popen.wait()
+            self.end(child)
         self.lock.close()
         left = processes.token_members(TOKEN)
         assert not left, [(i.pid, Path(f"/proc/{i.pid}/cmdline").read_bytes()) for i in left]
@@ -282,7 +285,7 @@ def test_without_pidfds_signals_still_go_to_the_right_process(spawn: Spawner, mo
         raise OSError(38, "Function not implemented")
 
     child = spawn("sleep", "100")
-    monkeypatch.setattr(proctree.os, "pidfd_open", missing)
+    monkeypatch.setattr(os, "pidfd_open", missing)
     assert processes.pidfd(child.identity) is None and child.identity.alive()
     assert not processes.send(child.identity._replace(start_ticks=1), signal.SIGKILL)
     assert processes.send(child.identity, signal.SIGKILL)

@@ -61,8 +61,8 @@ def test_running_out_of_descriptors_is_not_taken_for_death(monkeypatch: pytest.M
     def full(*_: object, **__: object) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(proctree.os, "open", full)
-    with pytest.raises(OSError, match="Too many"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Too many"):
+        patch.setattr(os, "open", full)
         me.alive()
 
 
