@@ -94,6 +94,12 @@ class Conflict(QmflaskError):
     status, code = 409, "conflict"
 
 
+class ModelProtected(Conflict):
+    """Raised when a model with `displace: false` would have to be evicted for the requested one."""
+
+    code = "model_protected"
+
+
 class BodyTooLarge(QmflaskError):
     """Raised when a body is longer than `maxBodyMB`."""
 
