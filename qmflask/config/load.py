@@ -1,0 +1,136 @@
+"""Text in, configuration out: the pipeline of compatibility 1.1, with every problem of every file in one report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qmflask.config import environment
+from qmflask.config.build import build
+from qmflask.config.context import Context
+from qmflask.config.decode import decode, section_keys, unknown_keys
+from qmflask.config.expand import Expanded, expand
+from qmflask.config.lint import lint
+from qmflask.config.merge import merge_files
+from qmflask.config.problems import ConfigError, Mark, Problem, Problems, shown
+from qmflask.config.resolved import Config
+from qmflask.config.schema import Section
+from qmflask.config.yaml12 import Map, Node, YamlError, locate
+from qmflask.config.yaml12 import build as build_tree
+
+#: What may ask the file system about `store.path`; see `qmflask.configfiles.path_fault`.
+PathFault = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The text of one file; `name` is its path as messages show it."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration that can be used, and what is probably not meant in it."""
+
+    config: Config
+    warnings: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything found in the files. `config` is the best that could be made of them, also beside errors."""
+
+    config: Config | None
+    errors: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+
+
+def load(
+    sources: Sequence[Source],
+    environ: Mapping[str, str],
+    *,
+    strict: bool = False,
+    path_fault: PathFault | None = None,
+) -> Loaded:
+    """The configuration of the sources, merged in order.
+
+    `strict` makes unknown keys errors, as `strict: true` in the file does. Raises ConfigError with all problems.
+    """
+    report = analyse(sources, environ, strict=strict, path_fault=path_fault)
+    if report.errors or report.config is None:
+        raise ConfigError(report.errors)
+    return Loaded(report.config, report.warnings)
+
+
+def analyse(
+    sources: Sequence[Source],
+    environ: Mapping[str, str],
+    *,
+    strict: bool = False,
+    path_fault: PathFault | None = None,
+) -> Report:
+    """Everything that can be said about the sources; raises nothing."""
+    problems = Problems()
+    config: Config | None = None
+    try:
+        root = _tree(sources, environ, problems)
+        config = _resolve(root, environ, strict, problems, path_fault)
+    except YamlError as error:
+        problems.error(str(error), error.mark(sources[0].name if sources else ""))
+    errors = tuple(p for p in problems.errors if not environment.is_masked(p.message + p.path))
+    warnings = tuple(p for p in problems.warnings if not environment.is_masked(p.message + p.path))
+    return Report(config, _named(errors, sources), _named(warnings, sources))
+
+
+def _named(problems: Sequence[Problem], sources: Sequence[Source]) -> tuple[Problem, ...]:
+    """Problems without a place get the name of the only file there is."""
+    only = sources[0].name if len(sources) == 1 else ""
+    return tuple(problem if problem.file or not only else replace(problem, file=only) for problem in problems)
+
+
+def _tree(sources: Sequence[Source], environ: Mapping[str, str], problems: Problems) -> Map:
+    trees: list[Node] = []
+    for source in sources:
+        try:
+            stream = environment.read(source.text, source.name, environ, problems)
+            tree = build_tree(stream, source.name, problems)
+        except YamlError as error:
+            problems.error(str(error), error.mark(source.name), code="yaml")
+            continue
+        if tree is not None:
+            trees.append(tree)
+    name = sources[0].name if sources else ""
+    return merge_files(trees, problems) or Map({}, {}, Mark(name, 1, 1))
+
+
+def _resolve(
+    root: Map, environ: Mapping[str, str], strict: bool, problems: Problems, path_fault: PathFault | None
+) -> Config:
+    expanded = expand(root, problems)
+    sections = decode(expanded.root, problems)
+    _note_unknown(expanded, strict or sections.strict, problems)
+    context = Context(sections, expanded, problems, path_fault)
+    config = build(context)
+    lint(context, config, environ)
+    return config
+
+
+def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
+    for path, close, section in unknown_keys(expanded.root):
+        key = str(path[-1])
+        mark = locate(expanded.root, path, key=True)
+        reason = section.legacy.get(key)
+        if reason is not None:
+            problems.warning(f"the key {key!r} does nothing: {reason}", mark, path, code="legacy_key")
+            continue
+        note = problems.error if strict else problems.warning
+        text = f"unknown key {shown(key)!r}"
+        hint = f"did you mean {close}?" if close else _listed(section)
+        note(text, mark, path, hint=hint, code="unknown_key")
+
+
+def _listed(section: type[Section]) -> str:
+    keys = list(section_keys(section))
+    return f"known here: {', '.join(keys[:12])}{', ...' if len(keys) > 12 else ''}"
