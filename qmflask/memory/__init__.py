@@ -1,0 +1,1 @@
+"""Memory arithmetic: samples in, ceilings, charges and gates out; who reads the hardware is `gpu` and `host`."""
