@@ -187,7 +187,8 @@ class Follower:
                 position = extent.start
             lost = max(0, extent.start - position)
             data = os.pread(self._fd, max(0, min(limit, extent.end - position - lost)), position + lost - extent.cut)
-            if _cut(self._fd) == extent.cut:
+            after = _extent(self._fd)
+            if after.cut == extent.cut and (after.start <= position + lost or not data):
                 self.skipped += lost
                 self.position = position + lost + len(data)
                 return data
@@ -243,7 +244,7 @@ def _cut(fd: int) -> int:
     return pending
 
 
-def _shorten(fd: int, cap: int, ways: tuple[Callable[[int, int], bool], ...] | None = None) -> int:
+def _shorten(fd: int, cap: int) -> int:
     """Drop the older part, down to half of `cap`, in the first way that works here; bytes dropped."""
     extent = _extent(fd)
     if extent.end - extent.start <= cap:
@@ -252,7 +253,7 @@ def _shorten(fd: int, cap: int, ways: tuple[Callable[[int, int], bool], ...] | N
     upto = (extent.end - extent.cut - cap // 2) // block * block
     if upto <= extent.start - extent.cut:
         return 0
-    for way in ways or (_collapse, _punch, _rewrite):
+    for way in _WAYS:
         if way(fd, upto):
             return upto - (extent.start - extent.cut)
     return 0
@@ -292,6 +293,10 @@ def _rewrite(fd: int, upto: int) -> bool:
     return True
 
 
+#: Best first; each says False where it cannot work.
+_WAYS: tuple[Callable[[int, int], bool], ...] = (_collapse, _punch, _rewrite)
+
+
 @lru_cache(maxsize=1)
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
@@ -301,9 +306,11 @@ def _fallocate(fd: int, mode: int, length: int) -> bool:
     """fallocate(2) from the start of the file; False if it cannot be done here."""
     libc = _libc()
     call = getattr(libc, "fallocate64", None) or libc.fallocate
-    if call(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length)) == 0:
-        return True
-    code = ctypes.get_errno()
+    code = errno.EINTR
+    while code == errno.EINTR:
+        if call(fd, mode, ctypes.c_int64(0), ctypes.c_int64(length)) == 0:
+            return True
+        code = ctypes.get_errno()
     if code in _REFUSED:
         return False
     raise OSError(code, os.strerror(code))

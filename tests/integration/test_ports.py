@@ -130,7 +130,7 @@ def test_connections_in_time_wait_do_not_take_the_port(port: int) -> None:
         assert connection.recv(1) == b""
         connection.close()
     table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    assert ["06"] == [row[3] for row in table if row[1].endswith(f":{port:04X}")], "in TIME_WAIT, or this tests nothing"
+    assert [row[3] for row in table if row[1].endswith(f":{port:04X}")] == ["06"], "in TIME_WAIT, or this tests nothing"
     assert ports.port_is_free(port)
 
 
