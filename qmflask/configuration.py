@@ -72,7 +72,8 @@ class Configuration:
             if row.master == master:
                 break
         with store.read() as tx:
-            return self.take_up(store, reading.scheduler(tx).config_generation)
+            generation = reading.scheduler(tx).config_generation
+        return self.take_up(store, generation)
 
     def take_up(self, store: Store, generation: int) -> Live:
         """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing."""

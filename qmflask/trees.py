@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
+
 from qmflask import errors, probes, processes
 from qmflask.config import LaunchError, Model
+from qmflask.config.command import split_command
 from qmflask.logfiles import ModelLog
 from qmflask.processes import Children, Identity, SpawnError, SpawnLock
 from qmflask.states import Phase, State
@@ -115,7 +118,6 @@ class Trees:
         return True
 
     def _write_starting(self, swap: SwapRow, model: Model, tree: Tree, port: int | None, now: int) -> None:
-        stop = model.stop_argv(pid=0, port=port)
         with self._store.write(self._generation) as tx:
             scheduling.set_phase(tx, swap.id, Phase.STARTING, deadline=0)
             scheduling.set_state(
@@ -130,7 +132,7 @@ class Trees:
                 proxy=_proxy(model, port),
                 launch_hash=model.launch_hash,
                 cmd=model.cmd,
-                cmd_stop=json.dumps(model.cmd_stop) if stop else None,
+                cmd_stop=_stop_command(model, port),
                 unload_timeout=model.unload_timeout,
                 started_at=now,
                 deadline=now + model.health_check_timeout * SECOND,
@@ -166,6 +168,7 @@ class Trees:
             lambda _, ok, detail: self._report(tree, ok, detail),
             deadline_ns=row.deadline,
             started_ns=row.started_at,
+            host_header=launch.check_host,
             warmup=_warm_up(model, launch.proxy),
         ).start()
 
@@ -227,7 +230,7 @@ class Trees:
         assert row.token is not None
         members = processes.token_members(row.token)
         leaders = [member for member in members if processes.session_of(member.pid) == member.pid]
-        return (leaders or members or [None])[0]
+        return next(iter(leaders or members), None)
 
     def _adopt_starting(self, tree: Tree, row: ProcessRow, model: Model | None, now: int) -> None:
         tree.identity = tree.identity or self._find(row)
@@ -336,12 +339,12 @@ class Trees:
         return self._look(tree, now)
 
     def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
-        lines = ModelLog(self._store.directory / "logs", row.model).tail(lines=8)
+        lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
         message = f"model {row.model} ended with {_code(tree.exit_code)} before it was healthy"
         if row.port is not None and (holder := processes.holder_of(row.port)):
             message += f"; port {row.port} is held by {holder}"
         if lines:
-            message += f"; last log lines: {lines}"
+            message += "; last log lines: " + " | ".join(lines)
         return errors.ModelStartFailed(message)
 
     def _probe_result(self, probed: Probed, now: int) -> set[str]:
@@ -354,11 +357,11 @@ class Trees:
         if tree.identity is None or not tree.identity.alive():
             return self._main_exited(tree, now)
         if not probed.ok:
-            lines = ModelLog(self._store.directory / "logs", row.model).tail(lines=8)
+            lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
             seconds = (row.deadline - row.started_at) // SECOND
             error = errors.ModelStartTimeout(
                 f"model {row.model} was not healthy within {seconds} s ({probed.detail}); raise healthCheckTimeout"
-                f" or look at its log{': ' + lines if lines else ''}"
+                f" or look at its log{': ' + ' | '.join(lines) if lines else ''}"
             )
             return self._fail_start(tree, error, now)
         if row.port is not None and processes.listens(tree.identity.pid, tree.token, row.port, tree.identity) is False:
@@ -501,11 +504,20 @@ def _proxy(model: Model, port: int | None) -> str:
         return ""
 
 
+def _stop_command(model: Model, port: int | None) -> str | None:
+    """`cmdStop` as a JSON list of arguments, `${PID}` still in it: the row must do without the configuration."""
+    text = model.cmd_stop_template or ""
+    try:
+        return json.dumps(split_command(text if port is None else text.replace("${PORT}", str(port))))
+    except ValueError:  # none, or nothing but comments
+        return None
+
+
 def _warm_up(model: Model, proxy: str) -> probes.WarmUp | None:
     if model.warmup is None:
         return None
-    body = model.warmup.body
-    return probes.WarmUp(proxy.rstrip("/") + model.warmup.path, None if body is None else body.encode())
+    body = None if model.warmup.body is None else orjson.dumps(model.warmup.body)
+    return probes.WarmUp(proxy.rstrip("/") + model.warmup.path, body)
 
 
 def _code(code: int | None) -> str:

@@ -168,6 +168,11 @@ class Stream:
             line += byte
         return bytes(line)
 
+    def local_port(self) -> int:
+        """Our end's port, by which the worker that serves this can be found."""
+        sock = self._response.fp.raw._sock if self._connection.sock is None else self._connection.sock  # type: ignore
+        return int(sock.getsockname()[1])
+
     def close(self) -> None:
         """Hang up."""
         self._response.close()

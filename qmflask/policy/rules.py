@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qmflask.config import Config, Model
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
+from qmflask.policy.matrix import MatrixPolicy, compile_sets
 from qmflask.policy.schedule import EvictionPolicy, ModelRule
 
 SECOND = 1_000_000_000
@@ -38,6 +39,7 @@ def _rule(config: Config, model: Model) -> ModelRule:
         priority=config.priority.get(model.id, 0),
         renders=bool({"image", "video"} & set(model.capabilities.out)),
         ttl=model.ttl * SECOND,
+        displace=model.displace and config.groups[model.group].displace,
         patience=model.patience_ms * MILLISECOND,
     )
 
@@ -48,15 +50,13 @@ def _charge(model: Model, learned: Mapping[str, tuple[int, int]]) -> Sizes:
 
 
 def _policy(config: Config, sizes: Mapping[str, Sizes]) -> EvictionPolicy:
+    oversize = config.oversize == "evict"
+    if config.router == "matrix" and config.matrix is not None:
+        names = {**{model: model for model in config.models}, **config.matrix.vars}
+        compiled = compile_sets(config.matrix.sets, names)
+        return MatrixPolicy(sizes, compiled, config.matrix.evict_costs, config.vram_budget, config.ram_budget, oversize)
     groups = [
-        GroupRule(
-            name=name,
-            swap=group.swap,
-            exclusive=group.exclusive,
-            persistent=group.persistent,
-            pool=group.pool,
-            members=group.members,
-        )
+        GroupRule(name, group.swap, group.exclusive, group.persistent, group.pool, group.members)
         for name, group in config.groups.items()
     ]
-    return GroupPolicy(sizes, groups, config.vram_budget, config.ram_budget, config.oversize == "evict")
+    return GroupPolicy(sizes, groups, config.vram_budget, config.ram_budget, oversize)

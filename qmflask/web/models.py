@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,8 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         status = router().status()
         models = router().live.config.models
         rows = [row for row in sorted(status.processes.values(), key=lambda r: r.model) if row.state in _RUNNING]
-        return json_answer({"running": [_running(row, models.get(row.model)) for row in rows]})
+        counts = Counter((request.model, request.state) for request in status.requests if request.kind == "infer")
+        return json_answer({"running": [_running(row, models.get(row.model), counts) for row in rows]})
 
     @routes.get("/unload")
     def unload_all() -> Response:
@@ -107,7 +109,7 @@ def _record(model: Model, state: State | None) -> dict[str, Any]:
     return record
 
 
-def _running(row: ProcessRow, model: Model | None) -> dict[str, Any]:
+def _running(row: ProcessRow, model: Model | None, counts: Counter[tuple[str, str]]) -> dict[str, Any]:
     return {
         "model": row.model,
         "state": _public_state(row.state),
@@ -119,6 +121,8 @@ def _running(row: ProcessRow, model: Model | None) -> dict[str, Any]:
         "pid": row.pid,
         "port": row.port,
         "reason": row.reason,
+        "inflight": counts[row.model, "granted"],
+        "queued": counts[row.model, "queued"],
     }
 
 

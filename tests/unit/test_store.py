@@ -1,0 +1,333 @@
+"""The store: transactions, terms, states, and the request's path through its rows."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qmflask import errors
+from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
+from qmflask.policy.rules import Rules
+from qmflask.policy.schedule import ModelRule, Reject
+from qmflask.states import TRANSITIONS, Phase, State
+from qmflask.store import (
+    Deposed,
+    Store,
+    StoreError,
+    StoreTooNew,
+    admission,
+    prepare_state_directory,
+    reading,
+    scheduling,
+)
+from qmflask.store.admission import Admissions, Arrival, Granted, Queued, Stale
+
+NOW = 1_000_000_000
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    prepare_state_directory(tmp_path)
+    opened = Store(tmp_path, "boot-1")
+    yield opened
+    opened.close()
+
+
+def rules(**limits: int) -> Rules:
+    models = {name: ModelRule(name, concurrency_limit=limits.get(name, 0)) for name in ("ant", "bee")}
+    sizes = {name: Sizes(0, 0) for name in models}
+    group = GroupRule("all", swap=True, exclusive=True, persistent=False, pool="vram", members=("ant", "bee"))
+    return Rules(models, GroupPolicy(sizes, [group], 0, 0), {name: f"hash-{name}" for name in models})
+
+
+def arrival(model: str = "ant", worker: str = "w1", kind: str = "infer", at: int = NOW) -> Arrival:
+    return Arrival(f"id-{model}-{at}", worker, kind, model, at, 0.0)
+
+
+def make_ready(store: Store, model: str, term: int) -> None:
+    with store.write(term) as tx:
+        scheduling.set_state(
+            tx, model, State.STARTING, "asked", launch_hash=f"hash-{model}", proxy=f"http://{model}", token="t"
+        )
+        scheduling.set_state(tx, model, State.READY, "loaded", idle_since=NOW)
+
+
+def row(store: Store, model: str) -> reading.ProcessRow:
+    with store.read() as tx:
+        found = reading.process(tx, model)
+    assert found is not None
+    return found
+
+
+def version(store: Store) -> int:
+    with store.read() as tx:
+        return reading.scheduler(tx).schedule_version
+
+
+# -- opening --------------------------------------------------------------------------------------------------
+
+
+def test_directory_and_database_are_private(store: Store) -> None:
+    assert store.directory.stat().st_mode & 0o777 == 0o700
+    assert store.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_unwritable_directory_is_an_error_that_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="QMFLASK_STATE"):
+        prepare_state_directory(tmp_path / "file" / "below")
+
+
+def test_newer_schema_is_refused(store: Store) -> None:
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("PRAGMA user_version=99")
+    with pytest.raises(StoreTooNew, match="newer qmflask"):
+        Store(store.directory, "boot-1")
+
+
+def test_another_boot_forgets_processes_requests_and_swaps_but_keeps_sizes(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    Admissions(store).admit(rules(), 0, arrival(), NOW)
+    with store.write(term) as tx:
+        scheduling.open_swap(tx, "bee", ["ant"], [], "asked", NOW)
+        scheduling.learn_size(tx, "hash-ant", "ant", 5, 6)
+    again = Store(store.directory, "boot-2")
+    with again.read() as tx:
+        status = reading.status(tx)
+    again.close()
+    assert (status.requests, status.swaps, status.scheduler.leader) == ([], [], None)
+    assert status.processes["ant"].state is State.STOPPED
+    assert status.processes["ant"].pid is None
+    assert status.sizes == {"hash-ant": (5, 6)}
+
+
+def test_replaced_file_is_noticed_and_reopened(store: Store) -> None:
+    assert not store.replaced()
+    for name in ("state.db", "state.db-wal", "state.db-shm"):
+        (store.directory / name).unlink(missing_ok=True)
+    assert store.replaced()
+    store.reopen()
+    assert not store.replaced()
+
+
+def test_locked_store_is_store_busy_not_a_traceback(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qmflask.store.database.BUSY_TIMEOUT_MS", 50)
+    impatient = Store(store.directory, "boot-1")
+    with store.write(), pytest.raises(errors.StoreBusy), impatient.write():
+        pass
+    impatient.close()
+
+
+def test_a_failed_transaction_leaves_nothing(store: Store) -> None:
+    with pytest.raises(RuntimeError), store.write() as tx:
+        scheduling.open_swap(tx, "ant", [], [], "asked", NOW)
+        raise RuntimeError
+    with store.read() as tx:
+        assert reading.swaps(tx) == []
+
+
+def test_threads_share_the_connection_one_at_a_time(store: Store) -> None:
+    def bump() -> None:
+        for _ in range(100):
+            with store.write() as tx:
+                scheduling.bump(tx)
+
+    before = version(store)
+    threads = [threading.Thread(target=bump) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert version(store) == before + 400
+
+
+# -- terms and states -----------------------------------------------------------------------------------------
+
+
+def test_a_deposed_leader_cannot_write(store: Store) -> None:
+    old = scheduling.take_office(store, "w1", NOW)
+    new = scheduling.take_office(store, "w2", NOW)
+    with pytest.raises(Deposed), store.write(old) as tx:
+        scheduling.beat(tx, NOW)
+    scheduling.leave_office(store, old)
+    with store.read() as tx:
+        assert reading.scheduler(tx).leader == "w2"
+    with store.write(new) as tx:
+        scheduling.beat(tx, NOW + 1)
+
+
+def test_states_move_only_along_the_table(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx, pytest.raises(ValueError, match="no transition stopped -> ready"):
+        scheduling.set_state(tx, "ant", State.READY, "no")
+    for old, allowed in TRANSITIONS.items():
+        for new in State:
+            if new not in allowed:
+                with store.write(term) as tx:
+                    tx.execute("INSERT OR REPLACE INTO processes (model, state) VALUES ('bee', ?)", (old.value,))
+                    with pytest.raises(ValueError, match="no transition"):
+                        scheduling.set_state(tx, "bee", new, "no")
+
+
+def test_each_state_change_bumps_the_version_and_keeps_term_and_reason(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    before = version(store)
+    make_ready(store, "ant", term)
+    assert version(store) == before + 2
+    with store.write(term) as tx:
+        scheduling.set_state(tx, "ant", State.STOPPING, "evicted for bee")
+        scheduling.set_state(tx, "ant", State.STOPPED, "evicted for bee")
+    now = row(store, "ant")
+    assert (now.generation, now.reason, now.stop_reason) == (term, "evicted for bee", "evicted for bee")
+
+
+# -- requests -------------------------------------------------------------------------------------------------
+
+
+def test_ready_model_is_granted_in_the_requests_own_transaction(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    cold = row(store, "ant").tick
+    admissions = Admissions(store)
+    granted = admissions.admit(rules(), 0, arrival(), NOW)
+    assert isinstance(granted, Granted)
+    assert granted.proxy == "http://ant"
+    assert row(store, "ant").tick > cold
+    with store.write(term) as tx:
+        assert not scheduling.idle(tx, "ant")
+    assert admission.release(store, granted.id, "ant", NOW + 5, None) is False
+    with store.write(term) as tx:
+        assert scheduling.idle(tx, "ant")
+    assert row(store, "ant").idle_since == NOW + 5
+
+
+def test_stopped_model_queues_and_the_leader_grants_later(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    queued = Admissions(store).admit(rules(), 0, arrival(), NOW)
+    assert isinstance(queued, Queued)
+    assert admission.outcomes(store, [queued.id]) == []
+    make_ready(store, "ant", term)
+    with store.write(term) as tx:
+        assert scheduling.grant(tx, scheduling.waiting_for(tx, "ant"), "ant", NOW, paid=True) == {"w1"}
+    (ended,) = admission.outcomes(store, [queued.id])
+    assert (ended.state, ended.paid, ended.proxy) == ("granted", True, "http://ant")
+
+
+def test_cached_snapshot_is_dropped_when_a_state_changes(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions, known = Admissions(store), rules()
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Granted)
+    with store.write(term) as tx:
+        scheduling.set_state(tx, "ant", State.DRAINING, "evicted for bee")
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
+
+
+def test_worker_with_an_old_configuration_is_told_so(store: Store) -> None:
+    assert admission.publish_configuration(store, 0, "mark", "m1") == 1
+    assert admission.publish_configuration(store, 0, "mark", "m1") is None
+    assert Admissions(store).admit(rules(), 0, arrival(), NOW) == Stale(1)
+    with store.read() as tx:
+        assert reading.requests(tx, "queued", "granted") == []
+
+
+def test_concurrency_limit_counts_waiting_and_served_requests_of_all_workers(store: Store) -> None:
+    admissions, known = Admissions(store), rules(ant=2)
+    first = admissions.admit(known, 0, arrival(worker="w1"), NOW)
+    admissions.admit(known, 0, arrival(worker="w2"), NOW)
+    refused = admissions.admit(known, 0, arrival(worker="w1"), NOW)
+    assert isinstance(refused, Reject)
+    assert refused.code == "concurrency_limit"
+    assert isinstance(first, Queued)
+    admission.withdraw(store, first.id)
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
+
+
+def test_release_wakes_the_leader_when_somebody_waits(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions = Admissions(store)
+    granted = admissions.admit(rules(), 0, arrival("ant"), NOW)
+    assert isinstance(admissions.admit(rules(), 0, arrival("bee"), NOW), Queued)
+    assert isinstance(granted, Granted)
+    assert admission.release(store, granted.id, "ant", NOW, None) is True
+
+
+def test_failing_waiters_tells_them_once_and_passes_over_who_left(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    admissions = Admissions(store)
+    stays = admissions.admit(rules(), 0, arrival(worker="w1"), NOW)
+    leaves = admissions.admit(rules(), 0, arrival(worker="w2"), NOW)
+    assert isinstance(stays, Queued) and isinstance(leaves, Queued)
+    with store.write(term) as tx:
+        waiting = scheduling.waiting_for(tx, "ant")
+    admission.withdraw(store, leaves.id)
+    error = errors.ModelStartFailed("no such file", retry_after=3)
+    with store.write(term) as tx:
+        assert scheduling.fail(tx, waiting, error) == {"w1"}
+    (ended,) = admission.outcomes(store, [stays.id, leaves.id])
+    assert (ended.error_code, ended.error_message, ended.retry_after) == ("model_start_failed", "no such file", 3)
+
+
+def test_rows_of_a_dead_worker_go_with_it(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    admission.register_worker(store, "w2", 1, 2, "m")
+    Admissions(store).admit(rules(), 0, arrival(worker="w2"), NOW)
+    with store.write(term) as tx:
+        assert scheduling.drop_dead_workers(tx, {"w2"}) == 1
+    with store.read() as tx:
+        assert (reading.requests(tx, "queued"), reading.workers(tx)) == ([], [])
+
+
+def test_unload_rows_are_no_waiters_for_the_model(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    command = admission.enqueue(store, arrival(kind="unload"))
+    with store.write(term) as tx:
+        scheduling.mark_queued(tx, command)
+        assert scheduling.waiting_for(tx, "ant") == []
+        assert reading.snapshot(tx, rules(), whole=True).queue == []
+        assert scheduling.finish(tx, [command]) == {"w1"}
+
+
+def test_preload_is_queued_once_for_a_master(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx:
+        assert scheduling.queue_preload(tx, ["ant", "bee"], "master-1", NOW, 0)
+        assert not scheduling.queue_preload(tx, ["ant", "bee"], "master-1", NOW, 0)
+        assert [request.model for request in reading.requests(tx, "pending")] == ["ant", "bee"]
+        assert scheduling.queue_preload(tx, ["ant"], "master-2", NOW, 0)
+
+
+def test_hold_is_written_with_the_end_of_a_lease_and_kept_without_word(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions = Admissions(store)
+    for hold, expected in ((NOW + 7, NOW + 7), (None, NOW + 7), (0, 0)):
+        granted = admissions.admit(rules(), 0, arrival(), NOW)
+        assert isinstance(granted, Granted)
+        admission.release(store, granted.id, "ant", NOW, hold)
+        assert row(store, "ant").hold_until == expected
+
+
+def test_phases_and_victims_survive_in_the_row(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx:
+        swap = scheduling.open_swap(tx, "bee", ["ant"], ["cat"], "asked", NOW)
+        scheduling.set_phase(tx, swap, Phase.STOPPING, signalled=1)
+        (opened,) = reading.swaps(tx)
+    assert (opened.target, opened.victims, opened.blockers) == ("bee", ("ant",), ("cat",))
+    assert (opened.phase, opened.signalled) == (Phase.STOPPING, True)
+
+
+def test_learned_peaks_only_rise(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx:
+        assert scheduling.learn_size(tx, "h", "ant", 10, 1)
+        assert not scheduling.learn_size(tx, "h", "ant", 9, 1)
+        assert scheduling.learn_size(tx, "h", "ant", 9, 2)
+        assert reading.learned_sizes(tx) == {"h": (10, 2)}
