@@ -64,8 +64,14 @@ class Client:
     owned: bool = False
     state: str = "queued"  # queued, granted, then done, gone or the code of an error
     granted_at: int = 0
+    left_at: int = 0  # when it stopped waiting without a grant; 0 = it waits, or was granted
     position: int = 0
     why: str = ""
+
+    @property
+    def ended_waiting(self) -> int:
+        """When it stopped waiting; far away while it waits."""
+        return self.granted_at or self.left_at or 1 << 62
 
     def view(self) -> RequestView:
         return RequestView(self.id, self.model, self.arrival, self.priority, self.patience_at, self.owned)
@@ -84,6 +90,8 @@ class Simulator:
     unload_timeout: int = 10 * SECOND
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
     vram_budget: int = 0
+    ram_budget: int = 0
+    cpu: Collection[str] = ()  # models of the ram pool: they hold no VRAM
     vram_ceiling: int | None = None
     eager_stop: bool = False  # idle victims of a swap stop while others still drain
     now: int = 1_000 * SECOND
@@ -169,7 +177,7 @@ class Simulator:
         """A waiting request is withdrawn; one that was granted is not touched."""
         client = self.clients[name]
         if self.waiting.pop(client.id, None) is not None:
-            client.state = "gone"
+            client.state, client.left_at = "gone", self.now
             self.settle()
         return self.take_events()
 
@@ -177,7 +185,7 @@ class Simulator:
         """The client hangs up, waiting or served."""
         client = self.clients[name]
         if self.waiting.pop(client.id, None) is not None:
-            client.state = "gone"
+            client.state, client.left_at = "gone", self.now
             if self._swap_of(client.model) is not None:
                 self.departed.setdefault(client.model, []).append(name)
         elif client.id in self.leases:
@@ -284,6 +292,7 @@ class Simulator:
                 break
         else:
             raise BrokenPromise(f"decisions never come to rest: {actions}")
+        self._check_pins()
         if new is not None and isinstance(said, Queue):
             self.events.append(f"queue {new.name} #{said.position}")
         elif new is not None and isinstance(said, Join):
@@ -308,6 +317,12 @@ class Simulator:
             in_system=system,
             vram_ceiling=self.vram_ceiling,
         )
+
+    def _check_pins(self) -> None:
+        """Promise 4: whoever has a lease has a model that serves until the answer ends."""
+        for client in self.leases.values():
+            if self.state(client.model) not in (State.READY, State.DRAINING):
+                raise BrokenPromise(f"{client.name} has a lease on {client.model}, which is {self.state(client.model)}")
 
     def _check_complete(self, actions: Sequence[Action]) -> None:
         said = [action.request for action in actions if isinstance(action, Serve | Join | Queue | StartSwap | Reject)]
@@ -408,15 +423,16 @@ class Simulator:
             self._at(self.now + self.load, lambda: self._loaded(target, number))
 
     def _check_ledger(self, target: str) -> None:
-        charge = self.sizes.get(target, Sizes())
-        if not self.vram_budget or not charge.vram:
-            return
-        total = charge.vram
-        for model in self.processes:
-            if self.state(model) not in DOWN and model != target:
-                total += self.sizes.get(model, Sizes()).vram
-        if total > self.vram_budget:
-            raise BrokenPromise(f"{target} starts at {total} of {self.vram_budget}")
+        """Promise 2, counted independently of the policy: every resident's charge plus the target's fits."""
+        aim = self.sizes.get(target, Sizes())
+        others = [m for m in self.processes if self.state(m) not in DOWN and m != target]
+        sizes = [self.sizes.get(model, Sizes()) for model in others]
+        vram = aim.vram + sum(size.vram for model, size in zip(others, sizes, strict=True) if model not in self.cpu)
+        ram = aim.ram + sum(size.ram for size in sizes)
+        if self.vram_budget and aim.vram and target not in self.cpu and vram > self.vram_budget:
+            raise BrokenPromise(f"{target} starts at {vram} of {self.vram_budget} bytes of VRAM")
+        if self.ram_budget and (aim.ram or target not in self.cpu) and ram > self.ram_budget:
+            raise BrokenPromise(f"{target} starts at {ram} of {self.ram_budget} bytes of RAM")
 
     def _loaded(self, model: str, number: int) -> None:
         if self._incarnation.get(model) == number and self.state(model) is State.STARTING:
@@ -520,14 +536,14 @@ class Simulator:
 
     def _reject(self, client: Client, action: Reject) -> None:
         self.waiting.pop(client.id, None)
-        client.state = action.code
+        client.state, client.left_at = action.code, self.now
         client.why = action.message
         self.events.append(f"reject {client.name}: {STATUS.get(action.code, action.code)}")
 
     def _end(self, clients: list[Client], what: str) -> list[str]:
         for client in clients:
             self.waiting.pop(client.id, None)
-            client.state = what
+            client.state, client.left_at = what, self.now
             self.events.append(f"error {client.name}: {what}")
         return self.events
 
