@@ -97,7 +97,8 @@ def look_all(gates: Sequence[Gate], state: PoolState | None, now: int) -> list[L
     """Look at one pool's gates in the order of their swaps; None: nothing measures this pool, so all pass.
 
     The caller has seen that the victims' processes are gone. Nobody claims what a gate that fails has waited for, so
-    those behind it need not leave it alone any more. A target that passes is not among the starting models of this look, so what it needs is set aside.
+    those behind it need not leave it alone any more. A target that passes is not among the starting models of this
+    look, so what it needs is set aside.
     """
     looks: list[Look] = []
     failed: set[int] = set()
