@@ -155,7 +155,7 @@ def _performance(ctx: Context) -> Performance:
     if every != 0 and every < 5:
         text = f"performance.every must be at least 5s, not {show_duration(every)}"
         ctx.error(text, ("performance", "every"), allowed="5s or more")
-    return Performance(disabled=section.disabled, every=max(every, 5))
+    return Performance(disabled=section.disabled, every=max(every, 5.0))
 
 
 def _session_ids(names: list[str]) -> tuple[str, ...]:

@@ -137,6 +137,12 @@ class Problems:
         text = shown_path(path)
         return any(p.severity == "error" and p.path == text for p in self.found)
 
+    def failed_under(self, path: Sequence[str | int]) -> bool:
+        """Whether an error stands at this path or below it."""
+        text = shown_path(path)
+        starts = (f"{text}.", f"{text}[")
+        return any(p.severity == "error" and (p.path == text or p.path.startswith(starts)) for p in self.found)
+
     @property
     def errors(self) -> tuple[Problem, ...]:
         """Errors in the order of their places."""

@@ -335,7 +335,7 @@ class PerformanceSection(Section):
     legacy: ClassVar[dict[str, str]] = {"enable": "sampling is on unless `disabled: true`"}
 
     disabled: Bool = option(False, "Switch the history off.", True)
-    every: Duration = option(0.0, "Time between samples, at least 5s; 0s means 5s.", "15s")
+    every: Duration = option(5.0, "Time between samples, at least 5s; 0s means 5s.", "15s")
 
 
 class UiActivitySection(Section):

@@ -47,7 +47,7 @@ class Timestamp(str):
 
 
 class Event(NamedTuple):
-    """One parser event: `kind` is one of `map seq end scalar alias`; line and column count from 1."""
+    """One parser event: `kind` is one of `map seq end scalar alias more`; line and column count from 1."""
 
     kind: str
     value: str
@@ -194,9 +194,23 @@ def _raw_events(text: str) -> Iterator[Event]:
             elif isinstance(event, yaml.CollectionEndEvent):
                 yield Event("end", "", True, "", None, None, line, column)
             elif isinstance(event, yaml.DocumentEndEvent):
+                more = _next_document(loader)
+                if more:
+                    yield Event("more", "", True, "", None, None, *more)
                 return
     finally:
         loader.dispose()
+
+
+def _next_document(loader: Any) -> tuple[int, int] | None:
+    """Where a second document begins; what it holds is not looked at, not even whether it is YAML."""
+    try:
+        if loader.check_event(yaml.DocumentStartEvent):
+            mark = loader.peek_event().start_mark
+            return mark.line + 1, mark.column + 1
+    except yaml.YAMLError:
+        pass  # only the first document counts
+    return None
 
 
 def resolve_plain(text: str) -> Any:
@@ -294,6 +308,10 @@ class _Composer:
         root: Any = None
         stack: list[tuple[Any, list[Any]]] = []
         for event in stream:
+            if event.kind == "more":
+                text = "a second document begins here; only the first one of a file is read"
+                self.problems.warning(text, Mark(self.file, event.line, event.column), code="documents")
+                continue
             if event.kind == "end":
                 container, parts = stack.pop()
                 self._close(container, parts)
