@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import time
 from typing import Protocol
 
 from qmflask import errors
 from qmflask.config import Config
 from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, reading, scheduling
-from qmflask.store.rows import ProcessRow, RequestRow
+from qmflask.store.rows import ProcessRow, RequestRow, SwapRow
 
 log = logging.getLogger(__name__)
 
 SECOND = 1_000_000_000
 #: Stands for every model in a command's row.
 ALL = "*"
+#: The deadline of a drain that lasts until the last answer has ended by itself.
+NEVER = 1 << 62
 
 
 class Stopper(Protocol):
@@ -50,6 +53,44 @@ class Commands:
                 preloading = True  # in list order, each when the one before it is healthy
                 woken |= self._load(row, config)
         return woken | self._drain_overdue(processes, now)
+
+    def reconcile(self, config: Config) -> set[str]:
+        """After a new configuration: models that vanished drain and stop, those whose command changed start afresh.
+
+        Nothing else is touched; a running model whose launch settings changed is the policy's business.
+        """
+        woken: set[str] = set()
+        aborted: list[ProcessRow] = []
+        with self._store.write(self._generation) as tx:
+            for swap in reading.swaps(tx):
+                if swap.target not in config.models:
+                    aborted += self._abandon(tx, swap)
+                    gone = errors.ModelNotFound(f"model {swap.target} was removed from the configuration")
+                    woken |= scheduling.fail(tx, scheduling.waiting_for(tx, swap.target), gone)
+            for row in reading.processes(tx).values():
+                model = config.models.get(row.model)
+                if model is None and row.state is State.READY:  # ready -> draining
+                    scheduling.set_state(
+                        tx, row.model, State.DRAINING, "removed from the configuration", deadline=NEVER
+                    )
+                elif model is not None and row.failure_code and row.launch_hash != model.launch_hash:
+                    scheduling.forget_failure(tx, row.model)
+            scheduling.bump(tx)
+        for row in aborted:
+            self._trees.signal_stop(row)
+        return woken
+
+    def _abandon(self, tx: sqlite3.Connection, swap: SwapRow) -> list[ProcessRow]:
+        """Drop a swap whose target must not start: starting -> stopping, draining victims are ready again."""
+        _revive_victims(tx, swap.victims)
+        scheduling.close_swap(tx, swap.id)
+        row = reading.process(tx, swap.target)
+        if row is None or row.state is not State.STARTING:
+            return []
+        reason = "removed from the configuration"
+        deadline = time.monotonic_ns() + int(row.unload_timeout * SECOND)
+        scheduling.set_state(tx, row.model, State.STOPPING, reason, deadline=deadline)
+        return [_must(reading.process(tx, swap.target))]
 
     def _load(self, row: RequestRow, config: Config) -> set[str]:
         """An explicit load starts anew after a failure; from here on it waits like a request."""

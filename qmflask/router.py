@@ -24,7 +24,7 @@ from qmflask.processes import Children, Identity
 from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Queued, Stale
 from qmflask.upstream import Upstream
-from qmflask.wake import CANCEL, LEADER, ROWS, Mailbox
+from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Router:
         for warning in prepare_state_directory(state):
             log.warning("%s", warning)
         self.state = state
+        self.source = source
         self.pid = os.getpid()
         identity = Identity.of(self.pid)
         assert identity is not None
@@ -286,7 +287,9 @@ class Router:
     def reload(self) -> str | None:
         """Read the configuration's source now; "" when it is in force, else the error."""
         error = self._configuration.reload(self._store)
-        self.wake_leader()
+        with self._store.write() as tx:
+            scheduling.set_config_error(tx, error or None)
+        self._spread(self._store)
         return error
 
     def status(self) -> reading.Status:
@@ -322,6 +325,9 @@ class Router:
                 kinds = self._mailbox.receive(LOOK)
                 self._mails += 1
                 if LEADER in kinds:
+                    self._leader.ring()
+                if CONFIG in kinds:
+                    self._configuration.refresh(self._store)
                     self._leader.ring()
                 if CANCEL in kinds:
                     self._cancel_marked()
@@ -436,6 +442,15 @@ class Router:
                 log.error("the changed configuration is not taken: %s", error)
             with store.write(generation) as tx:
                 scheduling.set_config_error(tx, error or None)
+            self._spread(store)
+
+    def _spread(self, store: Store) -> None:
+        """Tell every worker, and the leader, that there may be a new configuration."""
+        with store.read() as tx:
+            names = [row.id for row in reading.workers(tx)]
+        for name in names:
+            self._mailbox.send(name, CONFIG)
+        self._leader.ring()
 
 
 def _master() -> str:

@@ -60,6 +60,7 @@ class Term:
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._trees = Trees(store, generation, children, self.ring, self._watch_tree, self._selector_remove)
         self._workers: dict[str, int] = {}
+        self._config_generation = 0
         self._next_beat = 0
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
@@ -124,9 +125,12 @@ class Term:
         exited = {name for kind, name in ended if kind == "tree"}
         for _ in range(100):  # a bound, so that a bug cannot spin here with the heartbeat standing still
             now = time.monotonic_ns()
-            _, config, rules = self._configuration()
+            generation, config, rules = self._configuration()
             self._woken |= self._trees.poll(exited, now)
             exited = set()
+            if generation != self._config_generation:
+                self._woken |= self._commands.reconcile(config)
+                self._config_generation = generation
             self._woken |= self._commands.run(config, now)
             moved = self._decide(rules, now)
             moved |= self._advance_swaps(config, now)

@@ -14,6 +14,7 @@ from pathlib import Path
 ROWS = b"r"  # outcomes of its waiting requests
 LEADER = b"l"  # the queue, if it leads
 CANCEL = b"c"  # its requests that somebody cancelled
+CONFIG = b"g"  # the configuration's generation
 EVENT = b"e"  # something pages show has changed
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qmflask.config import Config, Model
+from qmflask.memory.charges import charge
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
 from qmflask.policy.matrix import MatrixPolicy, compile_sets
 from qmflask.policy.schedule import EvictionPolicy, ModelRule
@@ -24,7 +25,8 @@ class Rules:
 
 
 def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
-    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash."""
+    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash (`learnSizes: false`: unused)."""
+    learned = learned if config.learn_sizes else {}
     return Rules(
         models={model.id: _rule(config, model) for model in config.models.values()},
         policy=_policy(config, {model.id: _charge(model, learned) for model in config.models.values()}),
@@ -46,7 +48,7 @@ def _rule(config: Config, model: Model) -> ModelRule:
 
 def _charge(model: Model, learned: Mapping[str, tuple[int, int]]) -> Sizes:
     vram, ram = learned.get(model.launch_hash, (0, 0))
-    return Sizes(vram=max(model.est_vram, vram), ram=max(model.est_ram, ram))
+    return Sizes(vram=charge(model.est_vram, vram).size, ram=charge(model.est_ram, ram).size)
 
 
 def _policy(config: Config, sizes: Mapping[str, Sizes]) -> EvictionPolicy:

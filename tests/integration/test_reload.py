@@ -1,0 +1,164 @@
+"""A changed configuration: taken up by all workers, harmless to what runs, refused when it is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.integration.conftest import StartService
+from tests.service import Service, eventually
+
+
+def config_of(service: Service, **models: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of scripted models; `cmd` is filled in where it is not given."""
+    filled = {name: {"cmd": service.fake(name), **keys} for name, keys in models.items()}
+    return {"groups": {"all": {"swap": False, "exclusive": False, "members": list(filled)}}, "models": filled}
+
+
+def generation(service: Service) -> int:
+    return int(service.get("/api/config").json()["generation"])
+
+
+def reload_with(service: Service, config: dict[str, Any]) -> int:
+    """Write the file and wait until a worker serves with it."""
+    before = generation(service)
+    service.write_config(config)
+    return eventually(lambda: (now := generation(service)) > before and now, "the new configuration is in force")
+
+
+def test_every_worker_takes_up_a_changed_file(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}), workers=3)
+    wanted = reload_with(service, config_of(service, alpha={}, beta={}))
+
+    def all_agree() -> bool:
+        return all(service.get("/api/config").json()["worker_generation"] == wanted for _ in range(12))
+
+    eventually(all_agree, "all workers agree", timeout=5)
+    assert service.chat("beta").status == 200
+
+
+def test_unrelated_changes_touch_no_running_model(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}, beta={}))
+    service.chat("alpha")
+    (before,) = service.running()
+    reload_with(service, config_of(service, aaa={}, alpha={"name": "Alpha", "ttl": 500}, gamma={}))
+    assert service.chat("alpha").status == 200
+    (after,) = service.running()
+    assert (after["pid"], after["name"], after["ttl"]) == (before["pid"], "Alpha", 500)
+
+
+def test_a_removed_model_drains_and_stops(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}, beta={}))
+    with service.stream("alpha", headers={"X-Fake": "chunks=60, interval=0.05"}) as stream:
+        events = iter(stream)
+        next(events)
+        service.write_config(config_of(service, beta={}))
+        assert service.post("/api/config/reload").status == 200
+        assert service.chat("alpha").code == "model_not_found"
+        assert list(events)[-1] == "[DONE]"
+    service.wait_event("exit", "alpha")
+    eventually(lambda: service.running() == [], "the removed model is gone")
+
+
+def test_a_changed_command_is_used_at_the_next_idle_request(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}))
+    service.chat("alpha")
+    changed = config_of(service, alpha={"cmd": service.fake("alpha2")})
+    with service.stream("alpha", headers={"X-Fake": "chunks=60, interval=0.05"}) as stream:
+        events = iter(stream)
+        next(events)
+        reload_with(service, changed)
+        assert "alpha2" not in service.chat("alpha").body.decode()  # busy: it serves on under the old command
+        assert list(events)[-1] == "[DONE]"
+    service.wait_idle()
+    assert "alpha2" in service.chat("alpha").body.decode()
+    assert [event["name"] for event in service.events("start")] == ["alpha", "alpha2"]
+
+
+def test_a_wrong_file_changes_nothing_and_is_shown(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}))
+    service.chat("alpha")
+    before = generation(service)
+    service.write_config("models:\n  alpha: {cmd: x, ttl: never}\n")
+    error = eventually(lambda: service.get("/api/config").json()["error"], "the error is shown")
+    assert "config.yaml" in error and "ttl" in error
+    assert generation(service) == before
+    assert service.chat("alpha").status == 200
+    refused = service.post("/api/config/reload")
+    assert (refused.status, refused.code) == (400, "invalid_configuration")
+    assert "ttl" in refused.body.decode()
+    reload_with(service, config_of(service, alpha={}, beta={}))
+    assert service.get("/api/config").json()["error"] is None
+
+
+def test_a_start_failure_is_forgotten_when_the_command_changes(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={"cmd": "/no/such/program ${PORT}"}))
+    assert service.chat("alpha").code == "model_start_failed"
+    assert service.chat("alpha").header("Retry-After")
+    reload_with(service, config_of(service, alpha={}))
+    assert service.chat("alpha").status == 200
+
+
+def test_a_symlink_swap_is_noticed(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}), up=False)
+    for name in ("one", "two"):
+        service.write_config(config_of(service, alpha={}, **({"beta": {}} if name == "two" else {})))
+        os.rename(service.config_path, service.folder / name)
+    os.symlink("one", service.config_path)
+    service.start()
+    before = generation(service)
+    os.symlink("two", service.folder / "next")
+    os.replace(service.folder / "next", service.config_path)
+    eventually(lambda: generation(service) > before, "the swapped link is noticed")
+    assert service.chat("beta").status == 200
+
+
+def test_reload_under_load_cuts_no_stream_and_restarts_no_model(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}, beta={}), workers=2, threads=24)
+    service.chat("alpha")
+    stop = threading.Event()
+    configurations = itertools.cycle([{"beta": {"ttl": 9}}, {"beta": {}, "gamma": {}}, {"beta": {"name": "B"}}])
+
+    def reload_on_and_on() -> None:
+        while not stop.is_set():
+            service.write_config(config_of(service, alpha={}, **next(configurations)))
+            assert service.post("/api/config/reload").status == 200
+            stop.wait(0.2)
+
+    def stream(_: int) -> int:
+        with service.stream("alpha", headers={"X-Fake": "chunks=100, interval=0.05"}) as answer:
+            payloads = list(answer)
+        assert payloads[-1] == "[DONE]"
+        return len(payloads)
+
+    before = generation(service)
+    reloader = threading.Thread(target=reload_on_and_on)
+    reloader.start()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(stream, range(8)))) == 1
+    finally:
+        stop.set()
+        reloader.join()
+    assert generation(service) - before >= 10
+    assert len(service.events("start", "alpha")) == 1
+
+
+def test_hup_keeps_models_and_streams(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}))
+    service.chat("alpha")
+    (before,) = service.running()
+    with service.stream("alpha", headers={"X-Fake": "chunks=60, interval=0.05"}) as stream:
+        events = iter(stream)
+        next(events)
+        service.hup()
+        began = time.monotonic()
+        assert service.chat("alpha").status == 200
+        assert time.monotonic() - began < 10
+        assert list(events)[-1] == "[DONE]"
+    (after,) = service.running()
+    assert after["pid"] == before["pid"]
