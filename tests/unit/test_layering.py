@@ -45,6 +45,7 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("bodies", "jsonedit"),
     ("filters", "jsonedit"),
     ("policy", "config"),
+    ("policy", "memory"),
     ("config", "policy"),  # the matrix's expressions are checked by the parser that will read them
     ("config", "policy"),  # checking a matrix compiles it; `policy.matrix` knows nothing of configuration
     ("names", "config"),
