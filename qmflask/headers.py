@@ -78,21 +78,26 @@ def request_headers(
     return headers
 
 
-def response_headers(headers: Iterable[Header], extra: Iterable[Header] = ()) -> list[Header]:
-    """The upstream's headers that reach the client, then `extra`, which replace same-named ones.
+def response_headers(
+    headers: Iterable[Header], extra: Iterable[Header] = (), length: int | None = None
+) -> list[Header]:
+    """The upstream's headers that reach the client, then `extra`, which replace same-named ones, then the length.
 
-    An event stream is marked so that a buffering nginx lets its events pass at once.
+    The upstream's own Content-Length never passes: it may be in a form that servers refuse, or contradict the
+    framing. An event stream is marked so that a buffering nginx lets its events pass at once.
     """
-    extra = list(extra)
     headers = list(headers)
+    extra = list(extra)
     if is_event_stream(headers):
         extra.append(("X-Accel-Buffering", "no"))
-    drop = HOP_BY_HOP | {name.lower() for name, _ in extra}
+    drop = HOP_BY_HOP | {"content-length", *(name.lower() for name, _ in extra)}
     for name, value in headers:
         if name.lower() == "connection":
             drop |= _named_by_connection(value)
-    passed = [(n, v) for n, v in headers if n.lower() not in drop and valid_header(n, v)]
-    return passed + extra
+    passed = [(n, v) for n, v in headers if n.lower() not in drop]
+    if length is not None:
+        extra.append(("Content-Length", str(length)))
+    return [(n, v) for n, v in passed + extra if valid_header(n, v)]
 
 
 def valid_header(name: str, value: str) -> bool:

@@ -101,11 +101,10 @@ def open_relay(
         _note_error(outcome, error)
         _end(outcome, client, on_end)
         raise
-    passed = header_rules.response_headers(response.headers, extra_headers)
+    passed = header_rules.response_headers(response.headers, extra_headers, _length(request.method, response, short))
     scan = _scanner(response.headers, outcome)
-    body: _ShortBody | _StreamBody
+    body: _Body
     if short is not None:
-        passed = _with_length(passed, request.method, response.status, len(short))
         body = _ShortBody(short, response, client, outcome, on_end, observer, scan)
     else:
         body = _StreamBody(response, client, outcome, on_end, observer, scan, stream)
@@ -131,6 +130,18 @@ class _Body:
         self._observer = observer
         self._scan = scan
         self._ended = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        # Servers promise to call close(), yet not if the response's start failed: a lease must not depend on that.
+        if not self._ended:
+            log.error("a response was dropped without close()")
+            self.close()
 
     def close(self) -> None:
         """Release the upstream's connection and report the outcome; idempotent."""
@@ -174,9 +185,6 @@ class _ShortBody(_Body):
         super().__init__(response, client, outcome, on_end, observer, scan)
         self._data: bytes | None = data
 
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
     def __next__(self) -> bytes:
         data, self._data = self._data, None
         if not data:
@@ -204,9 +212,6 @@ class _StreamBody(_Body):
         self._begun = False
         self._tail = b""
         self._failed: QmflaskError | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
 
     def __next__(self) -> bytes:
         self._client.writing_since = None
@@ -290,11 +295,14 @@ def _scanner(headers: list[Header], outcome: Outcome) -> ToolCallScan | None:
     return ToolCallScan()
 
 
-def _with_length(headers: list[Header], method: str, status: int, length: int) -> list[Header]:
-    """Announce the length of a body that is at hand; what HEAD or 304 announce is about another body."""
-    if method == "HEAD" or status in (204, 304):
-        return headers
-    return [h for h in headers if h[0].lower() != "content-length"] + [("Content-Length", str(length))]
+def _length(method: str, response: UpstreamResponse, short: bytes | None) -> int | None:
+    """The Content-Length to send: the body's, or for HEAD and 304 what the upstream announces about another one."""
+    if method == "HEAD" or response.status == 304:
+        announced = header_rules.first(response.headers, "content-length") or ""
+        return int(announced) if announced.isascii() and announced.isdigit() and len(announced) < 19 else None
+    if response.status == 204:
+        return None
+    return len(short) if short is not None else response.length
 
 
 def _note_error(outcome: Outcome, error: BaseException) -> None:

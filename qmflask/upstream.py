@@ -145,6 +145,11 @@ class UpstreamResponse:
         return self._body.done and not self._pending
 
     @property
+    def length(self) -> int | None:
+        """The length of the body where it was announced in a way that counts."""
+        return self._body.length
+
+    @property
     def at_hand(self) -> bool:
         """True if the next step of the iteration will not wait."""
         return bool(self._pending) or self._body.done
@@ -273,11 +278,14 @@ class _Exchange:
         deadline = time.monotonic() + limit if limit > 0 else None
         reader = http1.HeadReader()
         while self.head is None:
+            left = None if deadline is None else deadline - time.monotonic()
             try:
-                sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+                if left is not None and left <= 0:
+                    raise TimeoutError
+                sock.settimeout(left)
                 data = sock.recv(BLOCK)
             except TimeoutError as error:
-                raise self._late(limit) from error
+                raise UpstreamTimeout(f"{self.where} sent no complete headers within {limit:g} s.") from error
             except OSError as error:
                 self._check_stale(reader)
                 raise self.failure(error) from error
@@ -285,8 +293,6 @@ class _Exchange:
                 self.check_client()
                 self._check_stale(reader)
                 raise UpstreamUnreachable(f"{self.where} closed the connection before it answered.")
-            if deadline is not None and time.monotonic() >= deadline:
-                raise self._late(limit)
             self.head = reader.feed(data)
         return self.head
 
@@ -341,9 +347,6 @@ class _Exchange:
     def _check_stale(self, reader: http1.HeadReader) -> None:
         if not self.fresh and not reader.begun and (self.request.body is None or isinstance(self.request.body, bytes)):
             raise _Stale
-
-    def _late(self, limit: float) -> UpstreamTimeout:
-        return UpstreamTimeout(f"{self.where} sent no complete response headers within {limit:g} s.")
 
 
 class _Current(threading.local):

@@ -86,13 +86,20 @@ def test_a_chunked_answer_that_is_whole_at_hand_gets_a_length(relay: Relay) -> N
 
 
 @pytest.mark.parametrize(
-    ("method", "sent"),
-    [("HEAD", JSON + b"Content-Length: 99\r\n\r\n"), ("GET", b"HTTP/1.1 304 X\r\nContent-Length: 99\r\n\r\n")],
+    ("method", "sent", "announced"),
+    [
+        ("HEAD", JSON + b"Content-Length: 99\r\n\r\n", ["99"]),
+        ("HEAD", JSON + b"Content-Length: banana\r\n\r\n", []),
+        ("GET", b"HTTP/1.1 304 X\r\nContent-Length: 99\r\n\r\n", ["99"]),
+        ("GET", b"HTTP/1.1 204 X\r\nContent-Length: 99\r\n\r\n", []),
+    ],
 )
-def test_what_is_announced_about_another_body_stays(relay: Relay, method: str, sent: bytes) -> None:
+def test_what_is_announced_about_another_body_stays(
+    relay: Relay, method: str, sent: bytes, announced: list[str]
+) -> None:
     with Server(answering(sent)) as server:
         relayed = relay.open(server, method=method)
-        assert ("Content-Length", "99") in relayed.headers
+        assert [value for name, value in relayed.headers if name == "Content-Length"] == announced
         assert list(relayed.body) == []
         close(relayed)
     assert relay.end.complete and relay.end.bytes == 0
@@ -130,6 +137,30 @@ def test_events_at_hand_come_first_without_an_empty_piece(relay: Relay) -> None:
         pieces = list(relayed.body)
         close(relayed)
     assert b"".join(pieces) == b"data: 0\n\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "announced"),
+    [
+        (b"Content-Length: 5, 5\r\ncontent-length: 5\r\n\r\nhello", {"5"}),
+        (b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"hello") + chunk(b""), {"5", None}),
+    ],
+)
+def test_lengths_that_servers_would_stumble_over(relay: Relay, sent: bytes, announced: set[str | None]) -> None:
+    with Server(answering(JSON + sent)) as server:
+        relayed = relay.open(server)
+        lengths = [value for name, value in relayed.headers if name.lower() == "content-length"]
+        assert b"".join(relayed.body) == b"hello"
+        close(relayed)
+    assert len(lengths) < 2 and (lengths or [None])[0] in announced
+
+
+def test_a_response_that_is_dropped_still_ends(relay: Relay, caplog: pytest.LogCaptureFixture) -> None:
+    with Server(answering(JSON + b"Content-Length: 2\r\n\r\n{}")) as server:
+        relayed = relay.open(server)
+        del relayed
+        assert relay.end.status == 200 and not relay.end.complete
+    assert "dropped without close" in caplog.text
 
 
 class Observer:

@@ -508,11 +508,23 @@ def test_a_body_that_stops_is_cut_after_the_idle_time_only_if_there_is_one(upstr
         closed_by_peer(sock)
 
     with Server(handler) as server:
-        response = upstream.send(request(server, timeouts=Timeouts(response_header=5, idle=0.2)), Client())
+        response = upstream.send(request(server, timeouts=Timeouts(idle=0.2)), Client())
         assert next(response) == b"hello"
         with pytest.raises(UpstreamTimeout, match="sent nothing"):
             next(response)
         response.close()
+
+
+def test_the_deadline_of_the_head_does_not_bind_the_body(upstream: Upstream) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_request(sock)
+        sock.sendall(OK + b"Content-Length: 10\r\n\r\nhello")
+        threading.Event().wait(0.7)
+        sock.sendall(b"world")
+
+    with Server(handler) as server:
+        sent = request(server, timeouts=Timeouts(response_header=0.5))
+        assert fetch(upstream, sent) == (200, b"helloworld")
 
 
 RESET = b"reset"

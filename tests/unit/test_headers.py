@@ -118,13 +118,15 @@ def test_responses_keep_repeated_headers_and_lose_hop_by_hop() -> None:
         ("Bad Name", "x"),
         ("Bad-Value", "a\x00b"),
         ("X-QM-Model", "theirs"),
+        ("Content-Length", "5, 5"),
     ]
-    passed = headers.response_headers(upstream, [("X-QM-Model", "ours")])
+    passed = headers.response_headers(upstream, [("X-QM-Model", "ours"), ("X-QM-Bad", "鳥")], 5)
     assert passed == [
         ("Set-Cookie", "a=1"),
         ("set-cookie", "b=2"),
         ("Content-Encoding", "gzip"),
         ("X-QM-Model", "ours"),
+        ("Content-Length", "5"),
     ]
 
 
