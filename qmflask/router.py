@@ -22,7 +22,7 @@ from qmflask.leader import Duties, Leader
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
 from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
-from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Queued, Stale
+from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -38,6 +38,19 @@ NO_LEADER = 10 * SECOND
 SLOT_WAIT = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request brings besides its model: its id for people, what the page shows, and the waits it asks for."""
+
+    public_id: str = ""
+    detail: Any = None
+    patience_ms: int | None = None
+    hold_ms: int | None = None
+
+
+NO_WISHES = Ask()
+
+
 @dataclass
 class Lease:
     """The right to use a model from grant to the end of the answer; `end` exactly once, from the answer's `close`."""
@@ -51,6 +64,7 @@ class Lease:
     client: Client
     granted_at: int
     paid: bool
+    hold_ms: int | None = None
     _ended: bool = field(default=False, repr=False)
 
     @property
@@ -75,6 +89,79 @@ class Waiter:
         """Hand over what became of the request."""
         self.outcome = outcome
         self.woken.set()
+
+
+class Pending:
+    """A request in the queue. Use it in a `with`, or `close` it: a row that nobody waits for any more is withdrawn."""
+
+    def __init__(
+        self,
+        router: Router,
+        request: int,
+        live: Live,
+        arrival: Arrival,
+        client: Client,
+        hold_ms: int | None,
+        mails: int,
+    ) -> None:
+        self._router = router
+        self._live = live
+        self.arrival = arrival
+        self._client = client
+        self._hold_ms = hold_ms
+        self._waiter = Waiter(request)
+        self._open = True
+        self._detach = client.attach(self._waiter.woken.set)
+        try:
+            router.register(self._waiter, mails)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, timeout: float | None = None) -> Lease | None:
+        """The lease; None when `timeout` seconds have passed without one. Raises what `Router.lease` raises."""
+        if not self._waiter.woken.wait(timeout):
+            return None
+        ended = self.ended()
+        assert ended.proxy is not None
+        live, arrival, client = self._live, self.arrival, self._client
+        return self._router._enter(ended.id, ended.proxy, live, arrival, client, self._hold_ms, paid=ended.paid)
+
+    def ended(self) -> Ended:
+        """Block until the row's outcome is known, and take it; withdraws the row when the client leaves first."""
+        self._waiter.woken.wait()
+        self._forget()
+        outcome = self._waiter.outcome
+        if isinstance(outcome, Ended):
+            if outcome.state != "granted":
+                admission.withdraw(self._router._store, self._waiter.request)
+            if outcome.state == "failed":
+                assert outcome.error_code is not None
+                raise errors.from_code(outcome.error_code, outcome.error_message or "", retry_after=outcome.retry_after)
+            return outcome
+        self._router.withdraw(self._waiter.request)
+        raise outcome if outcome is not None else errors.ClientGone(self._client.reason or "cancelled")
+
+    def place(self) -> reading.Place:
+        """Where it stands now."""
+        return self._router.place(self._waiter.request, self.arrival.model)
+
+    def close(self) -> None:
+        """Leave the queue unless the outcome was taken; idempotent."""
+        if self._open:
+            self._forget()
+            self._router.withdraw(self._waiter.request)
+
+    def _forget(self) -> None:
+        self._open = False
+        self._detach()
+        self._router.unregister(self._waiter)
+
+    def __enter__(self) -> Pending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Router:
@@ -154,40 +241,35 @@ class Router:
 
     # -- leases -----------------------------------------------------------------------------------------------
 
-    def lease(self, live: Live, model: str, client: Client, *, public_id: str = "", detail: Any = None) -> Lease:
+    def take_slot(self) -> None:
+        """Take one of the worker's inference slots for a request, from before its body is read. Raises Overloaded."""
+        if not self._slots.acquire(timeout=SLOT_WAIT):
+            raise errors.Overloaded("all inference slots of this worker are taken; try again", retry_after=1)
+
+    def free_slot(self) -> None:
+        """Give back what `take_slot` took, exactly once."""
+        self._slots.release()
+
+    def lease(self, live: Live, model: str, client: Client, ask: Ask = NO_WISHES) -> Lease:
         """Wait until `model` is ready and granted to this request.
 
         Raises what DESIGN section 6 lists for a request that cannot be served, ClientGone when the client left first.
         """
-        if not self._slots.acquire(timeout=SLOT_WAIT):
-            raise errors.Overloaded("all inference slots of this worker are taken; try again", retry_after=1)
-        try:
-            return self._wait_for_lease(live, self._arrival("infer", live, model, public_id, detail), client)
-        except BaseException:
-            self._slots.release()
-            raise
+        outcome = self.admit(live, model, client, ask)
+        if isinstance(outcome, Lease):
+            return outcome
+        with outcome:
+            lease = outcome.wait()
+        assert lease is not None
+        return lease
 
-    def _arrival(self, kind: str, live: Live, model: str, public_id: str = "", detail: Any = None) -> Arrival:
-        now = time.monotonic_ns()
-        configured = live.config.models.get(model)
-        patience = configured.patience_ms if configured else live.config.patience_ms
-        return Arrival(
-            public_id=public_id or uuid.uuid4().hex,
-            worker=self.worker,
-            kind=kind,
-            model=model,
-            arrival=now,
-            arrival_wall=time.time(),
-            priority=live.config.priority.get(model, 0),
-            patience_at=now + patience * MILLISECOND,
-            detail=orjson.dumps(detail).decode() if detail is not None else None,
-        )
-
-    def _wait_for_lease(self, live: Live, arrival: Arrival, client: Client) -> Lease:
+    def admit(self, live: Live, model: str, client: Client, ask: Ask = NO_WISHES) -> Lease | Pending:
+        """Grant at once, or queue: then the caller waits on what is returned and closes it. Raises like `lease`."""
+        arrival = self._arrival("infer", live, model, ask)
         mails = self._mails
         while True:
             if client.gone:
-                raise errors.ClientGone
+                raise errors.ClientGone(client.reason)
             if self._draining:
                 raise errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1)
             outcome = self._admissions.admit(live.rules, live.generation, arrival, time.monotonic_ns())
@@ -199,48 +281,73 @@ class Router:
         if isinstance(outcome, Reject):
             raise errors.from_code(outcome.code, outcome.message, retry_after=outcome.retry_after)
         if isinstance(outcome, Granted):
-            return self._enter(outcome.id, outcome.proxy, live, arrival, client, paid=False)
-        ended = self._await(outcome, arrival, client, mails)
-        assert ended.proxy is not None
-        return self._enter(ended.id, ended.proxy, live, arrival, client, paid=ended.paid)
+            return self._enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
+        return Pending(self, outcome.id, live, arrival, client, ask.hold_ms, mails)
 
-    def _enter(self, request: int, proxy: str, live: Live, arrival: Arrival, client: Client, *, paid: bool) -> Lease:
-        lease = Lease(self, request, arrival.model, proxy, live, arrival, client, time.monotonic_ns(), paid)
+    def lease_peer(self, live: Live, name: str, client: Client, ask: Ask = NO_WISHES) -> Lease:
+        """Enter a request that a peer answers: nobody schedules it, but it is listed and can be cancelled."""
+        if self._draining:
+            raise errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1)
+        arrival = self._arrival("peer", live, name, ask)
+        row = admission.reinsert(self._store, arrival, arrival.arrival)
+        return self._enter(row, "", live, arrival, client, None, paid=False)
+
+    def _arrival(self, kind: str, live: Live, model: str, ask: Ask = NO_WISHES) -> Arrival:
+        now = time.monotonic_ns()
+        configured = live.config.models.get(model)
+        patience = configured.patience_ms if configured else live.config.patience_ms
+        if ask.patience_ms is not None:
+            patience = ask.patience_ms
+        return Arrival(
+            public_id=ask.public_id or uuid.uuid4().hex,
+            worker=self.worker,
+            kind=kind,
+            model=model,
+            arrival=now,
+            arrival_wall=time.time(),
+            priority=live.config.priority.get(model, 0),
+            patience_at=now + patience * MILLISECOND,
+            detail=orjson.dumps(ask.detail).decode() if ask.detail is not None else None,
+        )
+
+    def _enter(
+        self,
+        request: int,
+        proxy: str,
+        live: Live,
+        arrival: Arrival,
+        client: Client,
+        hold_ms: int | None,
+        *,
+        paid: bool,
+    ) -> Lease:
+        lease = Lease(self, request, arrival.model, proxy, live, arrival, client, time.monotonic_ns(), paid, hold_ms)
         with self._lock:
             self._leases[lease.id] = lease
         return lease
 
-    def _await(self, queued: Queued, arrival: Arrival, client: Client | None, mails: int) -> Ended:
-        """Block until the row's outcome is known; withdraws the row when the client leaves first."""
-        waiter = Waiter(queued.id)
+    def register(self, waiter: Waiter, mails: int) -> None:
+        """Have `waiter` told what becomes of its row; `mails` is the count of wake-ups from before the row's commit."""
         with self._lock:
-            self._waiters[queued.id] = waiter
-        detach = client.attach(waiter.woken.set) if client is not None else None
-        try:
-            self.wake_leader()
-            if self._mails != mails:
-                self._deliver()  # a datagram may have come between the commit and our registration
-            waiter.woken.wait()
-            return self._outcome(waiter)
-        finally:
-            if detach is not None:
-                detach()
-            with self._lock:
-                del self._waiters[queued.id]
-
-    def _outcome(self, waiter: Waiter) -> Ended:
-        outcome = waiter.outcome
-        if isinstance(outcome, Ended):
-            if outcome.state != "granted":
-                admission.withdraw(self._store, waiter.request)
-            if outcome.state == "failed":
-                assert outcome.error_code is not None
-                raise errors.from_code(outcome.error_code, outcome.error_message or "", retry_after=outcome.retry_after)
-            return outcome
-        # The client left, or the worker drains: the row goes, and whoever waited behind it is looked at.
-        admission.withdraw(self._store, waiter.request)
+            self._waiters[waiter.request] = waiter
         self.wake_leader()
-        raise outcome if outcome is not None else errors.ClientGone
+        if self._mails != mails:
+            self._deliver()  # a datagram may have come between the commit and our registration
+
+    def unregister(self, waiter: Waiter) -> None:
+        """Stop telling; idempotent."""
+        with self._lock:
+            self._waiters.pop(waiter.request, None)
+
+    def withdraw(self, request: int) -> None:
+        """The client left, or the worker drains: the row goes, and whoever waited behind it is looked at."""
+        admission.withdraw(self._store, request)
+        self.wake_leader()
+
+    def place(self, request: int, model: str) -> reading.Place:
+        """Where a waiting request stands, for its client's eyes."""
+        with self._store.read() as tx:
+            return reading.place(tx, request, model)
 
     def end_lease(self, lease: Lease, tool_call: bool) -> None:
         """End a lease once, whatever the store says; a release that fails is repeated by the mailbox thread."""
@@ -249,7 +356,6 @@ class Router:
                 return
             lease._ended = True
             self._leases.pop(lease.id, None)
-        self._slots.release()
         now = time.monotonic_ns()
         try:
             if admission.release(self._store, lease.id, lease.model, now, self._hold(lease, tool_call, now)):
@@ -261,7 +367,8 @@ class Router:
         model = lease.live.config.models.get(lease.model)
         if model is None or model.hold == "never" or (model.hold == "tools" and not tool_call):
             return None
-        return now + model.hold_ms * MILLISECOND
+        hold = model.hold_ms if lease.hold_ms is None else lease.hold_ms
+        return now + hold * MILLISECOND
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -275,7 +382,9 @@ class Router:
 
     def _command(self, arrival: Arrival, client: Client | None) -> Ended:
         mails = self._mails
-        return self._await(Queued(admission.enqueue(self._store, arrival)), arrival, client, mails)
+        row = admission.enqueue(self._store, arrival)
+        with Pending(self, row, self.live, arrival, client or Client(), None, mails) as pending:
+            return pending.ended()
 
     def cancel(self, public_id: str) -> bool:
         """Cancel a request of any worker; False when there is none of that id."""
@@ -283,6 +392,21 @@ class Router:
         for worker in workers:
             self._send(worker, CANCEL)
         return bool(workers)
+
+    def active_profile(self) -> str | None:
+        """The profile that somebody made active, by any worker; it may be gone from the configuration."""
+        with self._store.read() as tx:
+            return reading.scheduler(tx).active_profile
+
+    def activate_profile(self, live: Live, name: str | None) -> None:
+        """Make a profile (or none) active for all workers, and queue what it preloads."""
+        profile = live.config.profiles[name] if name is not None else None
+        now = time.monotonic_ns()
+        with self._store.write() as tx:
+            scheduling.activate_profile(
+                tx, name, profile.preload if profile else (), now, now + live.config.patience_ms * MILLISECOND
+            )
+        self.wake_leader()
 
     def reload(self) -> str | None:
         """Read the configuration's source now; "" when it is in force, else the error."""

@@ -150,7 +150,7 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
         tx.execute("DELETE FROM requests WHERE id = ?", (request,))
         tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
         row = tx.execute(
-            "UPDATE processes SET tick = ?, idle_since = ? WHERE model = ? RETURNING state, hold_until",
+            "UPDATE processes SET tick = ?, idle_since = ?, answered = 1 WHERE model = ? RETURNING state, hold_until",
             (tick, now, model),
         ).fetchone()
         if hold_until is not None and row is not None and row["hold_until"] != hold_until:
@@ -210,7 +210,7 @@ def cancel(store: Store, public_id: str) -> list[str]:
     """Mark a request as cancelled; returns the workers to wake (empty: no such request)."""
     with store.write() as tx:
         rows = tx.execute(
-            "UPDATE requests SET cancelled = 1 WHERE public_id = ? AND kind = 'infer' RETURNING worker",
+            "UPDATE requests SET cancelled = 1 WHERE public_id = ? AND kind IN ('infer', 'peer') RETURNING worker",
             (public_id,),
         ).fetchall()
         return [row["worker"] for row in rows if row["worker"]]

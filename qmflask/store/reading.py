@@ -57,6 +57,25 @@ def learned_sizes(tx: sqlite3.Connection) -> dict[str, tuple[int, int]]:
     return {row["launch_hash"]: (row["vram"], row["ram"]) for row in tx.execute("SELECT * FROM sizes")}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a waiting request stands: its place in the queue (1 is next), its model's state, and since when that
+    state is `starting` (monotonic ns, 0 if it is not)."""
+
+    position: int
+    state: State
+    starting_since: int
+
+
+def place(tx: sqlite3.Connection, request: int, model: str) -> Place:
+    """Where one waiting request stands."""
+    query = "SELECT COUNT(*) FROM requests WHERE state = 'queued' AND kind <> 'unload' AND id <= ?"
+    position = tx.execute(query, (request,)).fetchone()[0]
+    row = tx.execute("SELECT state, started_at FROM processes WHERE model = ?", (model,)).fetchone()
+    state = State(row["state"]) if row else State.STOPPED
+    return Place(position, state, row["started_at"] if row and state is State.STARTING else 0)
+
+
 def leases(tx: sqlite3.Connection) -> dict[str, int]:
     """Granted requests by model."""
     query = "SELECT model, COUNT(*) AS n FROM requests WHERE state = 'granted' GROUP BY model"

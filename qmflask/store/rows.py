@@ -38,6 +38,9 @@ class ProcessRow:
     stop_reason: str | None
     stop_wall: float | None
     exit_code: int | None
+    answered: int
+    failure_pool: str | None
+    failure_free: int | None
     failure_code: str | None
     failure_message: str | None
     retry_at: int

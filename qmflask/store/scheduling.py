@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from qmflask.errors import QmflaskError
@@ -196,6 +196,33 @@ def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, no
             (f"preload-{offset}", model, now + offset, time.time(), patience_at),
         )
     return bool(done)
+
+
+def activate_profile(
+    tx: sqlite3.Connection, name: str | None, preload: Sequence[str], now: int, patience_at: int
+) -> None:
+    """Make a profile active and queue what it preloads; nobody waits for those rows."""
+    tx.execute("UPDATE scheduler SET active_profile = ?", (name,))
+    for offset, model in enumerate(preload):
+        tx.execute(
+            "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
+            " VALUES (?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            (f"profile-{offset}", model, now + offset, time.time(), patience_at),
+        )
+
+
+def floors(tx: sqlite3.Connection, boot_id: str) -> dict[str, int]:
+    """Lowest trusted foreign use in bytes by card uuid, of this boot."""
+    return {row["device"]: row["floor"] for row in tx.execute("SELECT * FROM floors WHERE boot_id = ?", (boot_id,))}
+
+
+def write_floors(tx: sqlite3.Connection, boot_id: str, values: Mapping[str, int]) -> None:
+    """Replace the floors; those of other boots go."""
+    tx.execute("DELETE FROM floors")
+    tx.executemany(
+        "INSERT INTO floors (device, boot_id, floor) VALUES (?, ?, ?)",
+        [(device, boot_id, floor) for device, floor in values.items()],
+    )
 
 
 def write_sample(tx: sqlite3.Connection, at: int, body: dict[str, Any]) -> None:

@@ -55,6 +55,9 @@ CREATE TABLE IF NOT EXISTS processes (             -- one row a model that was e
     stop_reason  TEXT,                             -- of its last stop
     stop_wall    REAL,
     exit_code    INTEGER,
+    answered     INTEGER NOT NULL DEFAULT 0,       -- this start has answered a request: its size counts
+    failure_pool TEXT,                             -- where a start ran out of memory,
+    failure_free INTEGER,                          -- and the free bytes then
     failure_code TEXT,                             -- why a start failed, until a success or a change
     failure_message TEXT,
     retry_at     INTEGER NOT NULL DEFAULT 0,

@@ -14,7 +14,7 @@ from qmflask.hangup import Client, client_socket
 from qmflask.headers import request_headers
 from qmflask.intake import Intake
 from qmflask.relay import Outcome, Relayed, open_relay
-from qmflask.router import Lease, Router
+from qmflask.router import Ask, Lease, Router
 from qmflask.upstream import Timeouts, UpstreamRequest
 from qmflask.web import auth
 
@@ -39,6 +39,7 @@ def answer(router: Router, environ: Mapping[str, Any]) -> Relayed:
     live = router.live
     key = auth.accept(live.config, environ)
     client = Client()
+    router.take_slot()
     sock = client_socket(environ)
     if sock is not None:
         router.hangups.watch(sock, client)
@@ -47,7 +48,7 @@ def answer(router: Router, environ: Mapping[str, Any]) -> Relayed:
     try:
         body = intakes.take(environ, max_body=live.config.max_body)
         model = _model(router, body)
-        lease = router.lease(live, model, client, detail=_detail(environ))
+        lease = router.lease(live, model, client, Ask(detail=_detail(environ)))
         sending = _request(environ, body, lease, key.key if key else None)
     except BaseException:
         _end(router, sock, body, lease)
@@ -105,7 +106,8 @@ def _end(
     lease: Lease | None,
     outcome: Outcome | None = None,
 ) -> None:
-    """The request is over, however it ended: stop watching the client, remove a spooled upload, end the lease."""
+    """The request is over, however it ended: give its slot back, stop watching the client, remove a spooled upload, end the lease."""
+    router.free_slot()
     if sock is not None:
         router.hangups.unwatch(sock)
     if body is not None:
