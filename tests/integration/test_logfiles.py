@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -150,6 +151,25 @@ def test_following_over_growth_and_rotation(log: ModelLog) -> None:
         assert follower.read() == b"ew"
 
 
+def test_last_words_before_the_rotation_was_seen(log: ModelLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(log, b"first")
+    with log.follow() as follower:
+        assert follower.read() == b"first"
+        real = follower._rotated
+
+        def late() -> bool:
+            with open(log.path, "ab") as old:
+                log.rotate()
+                write(log, b"new")
+                old.write(b"last words")
+            return real()
+
+        monkeypatch.setattr(follower, "_rotated", late)
+        assert follower.read() == b"last words"
+        monkeypatch.undo()
+        assert follower.read() == b"new"
+
+
 def test_a_child_that_truncates_its_own_log(log: ModelLog) -> None:
     """`> /dev/stdout` in a script does."""
     write(log, b"long before\n")
@@ -199,6 +219,23 @@ def test_a_reader_behind_the_cut_is_told(log: ModelLog, lossless: str) -> None:
     with log.follow(dropped + 5) as follower:
         assert follower.read(10) == expected(dropped + 5, 10)
         assert follower.skipped == 0
+
+
+def test_a_cut_in_the_middle_of_a_read_is_noticed(
+    log: ModelLog, lossless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(log, expected(0, 3 * log.cap))
+    real = os.pread
+
+    def cut_first(fd: int, length: int, position: int) -> bytes:
+        log.trim()
+        return real(fd, length, position)
+
+    with log.follow(100) as follower, monkeypatch.context() as patch:
+        patch.setattr(os, "pread", cut_first)
+        data = follower.read(1000)
+        assert follower.position is not None and follower.skipped > 0
+        assert data == expected(follower.position - 1000, 1000)
 
 
 def test_a_flooding_child_loses_nothing(log: ModelLog, lossless: str) -> None:
@@ -299,3 +336,8 @@ def test_two_who_shorten_do_it_once(log: ModelLog) -> None:
     assert sorted(cut)[:-1] == [0] * 7
     assert log.size == 4 * log.cap - max(cut)
     assert log.tail_bytes(64) == expected(4 * log.cap - 64, 64)
+    write(log, expected(0, 2 * log.cap))
+    with open(log.path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert log.trim() == 0
+    assert log.trim() > 0

@@ -191,9 +191,16 @@ def test_the_request_is_what_it_should_be(serve: Serve, monkeypatch: pytest.Monk
     assert second[0] == "GET / HTTP/1.1" and "Host: model.local" in second
 
 
-def test_localhost_is_tried_on_each_of_its_addresses(serve: Serve) -> None:
+def test_localhost_is_tried_on_each_of_its_addresses(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has only 127.0.0.1, whatever comes first for `localhost`."""
-    assert probe_once(f"http://localhost:{serve(OK).port}/", 10).ok
+    port = serve(OK).port
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+        assert probe_once(f"http://localhost:{port}/", 10) == ProbeResult(200)
 
 
 @pytest.mark.parametrize("data", [None, b"HTTP/1.1 200 OK\r\nX: y\r\n"])
@@ -431,10 +438,11 @@ def test_a_url_that_cannot_be_used_is_a_result(probe: Start) -> None:
 
 def test_the_warm_up_must_succeed_first(serve: Serve, probe: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_WARM_UP_PAUSE_NS", 10 * MS)
-    health, warm = serve(OK), serve(status(500), b"", OK)
+    cut_short = b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\ncut"
+    health, warm = serve(OK), serve(status(500), b"", cut_short, OK)
     _, outcome = probe(health.url, warmup=WarmUp(warm.url, b"{}"))
     assert outcome.wait() == ("m", True, "")
-    assert len(warm.requests) == 3 and all(r.startswith(b"POST") for r in warm.requests)
+    assert len(warm.requests) == 4 and all(r.startswith(b"POST") for r in warm.requests)
 
 
 def test_a_warm_up_that_never_succeeds(serve: Serve, probe: Start) -> None:

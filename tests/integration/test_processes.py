@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,15 +32,13 @@ class Spawner:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "log"
-        self.lock = SpawnLock(folder / "lock")
         self.children: list[Child] = []
 
     def __call__(self, *argv: str, token: str = TOKEN, **env: str) -> Child:
-        assert self.lock.try_acquire()
-        try:
-            child = processes.spawn(argv, {**os.environ, **env}, token, self.log, self.lock.fd)
-        finally:
-            self.lock.close()
+        """Start one; the first has the lock `lock`, the others `lock1`, `lock2` ..."""
+        with SpawnLock(self.folder / f"lock{len(self.children) or ''}") as lock:
+            assert lock.try_acquire()
+            child = processes.spawn(argv, {**os.environ, **env}, token, self.log, lock.fd)
         self.children.append(child)
         return child
 
@@ -61,7 +61,6 @@ class Spawner:
     def close(self) -> None:
         for child in self.children:
             self.end(child)
-        self.lock.close()
         left = processes.token_members(TOKEN)
         assert not left, [(i.pid, Path(f"/proc/{i.pid}/cmdline").read_bytes()) for i in left]
 
@@ -212,6 +211,20 @@ def test_an_unlinked_lock_does_not_count(tmp_path: Path) -> None:
         assert second.try_acquire()
     with pytest.raises(ValueError, match="not held"):
         _ = first.fd
+
+
+def test_a_lock_unlinked_while_it_is_taken_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "lock", fcntl.flock
+
+    def unlink_first(fd: int, how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", unlink_first)
+    with SpawnLock(path) as lock:
+        assert lock.try_acquire()
+        assert is_held(path)
 
 
 def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:
@@ -370,6 +383,52 @@ def test_what_a_term_handler_starts_may_finish(spawn: Spawner) -> None:
     processes.signal_tree(child.pid, TOKEN, signal.SIGTERM)
     assert child.popen.wait() == 0
     assert "cleaned" in spawn.lines()
+
+
+def between_the_scans(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Let something happen after the session was signalled, and before the rest of the tree is looked for."""
+    real, calls = proctree._living, iter(range(100))
+
+    def living(*args: Any) -> Any:
+        if next(calls) == 1:
+            happens()
+        return real(*args)
+
+    monkeypatch.setattr(proctree, "_living", living)
+
+
+def test_what_was_forked_in_answer_to_a_term_gets_none(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = spawn.python(
+        "import os, signal, time\n"
+        "def clean_up(*_):\n"
+        "    if os.fork() == 0:\n"
+        "        signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "        os.write(1, b'%d\\n' % os.getpid())\n"
+        "        time.sleep(100)\n"
+        "        os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, clean_up)\n"
+        "os.write(1, b'ready\\n')\n"
+        "while True: time.sleep(100)\n"
+    )
+    spawn.wait_lines()
+    between_the_scans(monkeypatch, lambda: spawn.wait_lines(2))
+    assert processes.signal_tree(child.pid, TOKEN, signal.SIGTERM) == 1
+    helper = Identity.of(int(spawn.lines()[1]))
+    assert helper is not None and helper.alive(), "the clean-up goes on"
+
+
+def test_who_is_born_while_the_rest_is_killed_dies_too(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = spawn("sleep", "100")
+    real, calls = proctree._living, iter(range(100))
+
+    def living(*args: Any) -> Any:
+        found = real(*args)
+        if next(calls) == 1:  # after the last look of the first round
+            spawn("sleep", "100")
+        return found
+
+    monkeypatch.setattr(proctree, "_living", living)
+    assert processes.signal_tree(child.pid, TOKEN, signal.SIGKILL) == 2
 
 
 def test_a_tree_that_keeps_forking_and_leaving_is_killed(spawn: Spawner) -> None:
