@@ -12,11 +12,12 @@ from werkzeug.exceptions import HTTPException
 
 from qmflask.config import ConfigError
 from qmflask.errors import ClientGone, QmflaskError
+from qmflask.journal import install, wants_json
 from qmflask.router import Router
 from qmflask.runtime import Runtime, complain, source_path, state_path
 from qmflask.shutdown import stop_models
 from qmflask.store import StoreError
-from qmflask.web import configuration, inference, models, operations
+from qmflask.web import access, configuration, inference, logs, models, operations
 from qmflask.web.answers import error_answer
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ os.register_at_fork(after_in_child=_runtime.forget)
 def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     """The Flask application over a source of this process's Router."""
     app = Flask("qmflask", static_folder=None)
-    for module in (inference, models, operations, configuration):
+    for module in (inference, models, operations, configuration, access, logs):
         app.register_blueprint(module.blueprint(router))
     app.register_error_handler(QmflaskError, _known_error)
     app.register_error_handler(ClientGone, _client_gone)
@@ -86,14 +87,8 @@ def stop_service() -> None:
 
 
 def setup_logging() -> None:
-    """Log to stderr like gunicorn does, once."""
-    root = logging.getLogger("qmflask")
-    if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s [%(process)d] [%(levelname)s] %(message)s"))
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        root.propagate = False
+    """Send qmflask's log to stdout and to one file of the state directory, once. `QMFLASK_LOG=json` for JSON lines."""
+    install(state_path(source_path()) / "logs", as_json=wants_json())
 
 
 app = create_app()

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from qmflask import errors, processes
+from qmflask.activity import Activity, Surroundings
 from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.hangup import Client, HangupWatcher
@@ -35,6 +36,8 @@ LOOK = 0.25
 #: Without a heartbeat for this long, waiters are told that nobody schedules.
 NO_LEADER = 10 * SECOND
 #: How long a request waits for one of the worker's slots before it is refused.
+#: Streams for pages (events, logs) that a worker serves at once; they never take an inference slot.
+VIEWERS = 4
 SLOT_WAIT = 0.05
 
 
@@ -167,10 +170,13 @@ class Pending:
 class Router:
     """The request's side of one worker: owns its store connection, wake-up channel, hang-up watcher and threads."""
 
-    def __init__(self, source: Path, state: Path, alive: Callable[[], bool], slots: int) -> None:
+    def __init__(
+        self, source: Path, state: Path, alive: Callable[[], bool], slots: int, viewers: int = VIEWERS
+    ) -> None:
         self._alive = alive
         self._slots = threading.Semaphore(slots)
         for warning in prepare_state_directory(state):
+        self.viewers = threading.Semaphore(viewers)
             log.warning("%s", warning)
         self.state = state
         self.source = source
@@ -198,6 +204,7 @@ class Router:
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
         self._leader = Leader(self._open_store, self._children, self._duties())
         admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+        self.activity = Activity(state, self._surroundings())
 
     def _open_store(self) -> Store:
         return Store(self.state, processes.boot_id())
@@ -217,8 +224,28 @@ class Router:
         )
 
     def start(self) -> None:
+    def _surroundings(self) -> Surroundings:
+        def load_ms(model: str) -> float | None:
+            with self._store.read() as tx:
+                row = reading.process(tx, model)
+            return row.load_ms if row else None
+
+        def sample() -> dict[str, Any]:
+            with self._store.read() as tx:
+                return reading.sample(tx)
+
+        return Surroundings(
+            worker=self.worker,
+            master=self.master,
+            config=lambda: self.live.config,
+            leading=lambda: self._leader.leading,
+            load_ms=load_ms,
+            sample=sample,
+        )
+
         """Start the threads: from here on requests are served, and this worker may lead."""
         self._thread.start()
+        self.activity.start()
         self._leader.start()
 
     def stop(self, timeout: float = 2.0) -> None:
@@ -229,12 +256,18 @@ class Router:
         if self._thread.is_alive():
             self._thread.join(timeout)
         self.hangups.close()
+        self.activity.stop(timeout)
         self.upstream.close()
         self._mailbox.close()
         self._children.release()
         self._store.close()
 
     @property
+    @property
+    def ending(self) -> bool:
+        """True when this worker takes nothing new: streams for pages end, and their readers come back elsewhere."""
+        return self._draining or self._stop.is_set() or not self._alive()
+
     def live(self) -> Live:
         """The configuration in force in this process."""
         return self._configuration.live

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qmflask import journal
 from qmflask.router import Router
 
 log = logging.getLogger(__name__)
 
-#: Threads a worker keeps for health, status, unload and cancel while every inference slot is taken.
-RESERVE = 8
+#: Threads a worker keeps from inference: two thirds for the streams of open pages, the rest for health, status, unload
+#: and cancel while every other thread is taken.
+RESERVE = 12
 
 
 def source_path() -> Path:
@@ -64,7 +66,9 @@ class Runtime:
             if self._router is None or self._pid != os.getpid():
                 alive = _alive_of(worker or _gunicorn_worker())
                 source = source_path()
-                router = Router(source, state_path(source), alive, _slots(worker))
+                journal.install(state_path(source) / "logs", as_json=journal.wants_json())
+                threads, reserve = _threads(worker)
+                router = Router(source, state_path(source), alive, max(1, threads - reserve), _viewers(reserve))
                 router.start()
                 self._router, self._pid = router, os.getpid()
             return self._router
@@ -90,9 +94,14 @@ def _alive_of(worker: Any) -> Callable[[], bool]:
     return lambda: bool(worker.alive)
 
 
-def _slots(worker: Any) -> int:
+def _threads(worker: Any) -> tuple[int, int]:
+    """The worker's threads, and how many of them inference never gets."""
     threads = int(getattr(getattr(worker, "cfg", None), "threads", 0) or 64)
-    return max(1, threads - min(RESERVE, threads // 4))
+    return threads, min(RESERVE, threads // 4)
+
+
+def _viewers(reserve: int) -> int:
+    return reserve * 2 // 3
 
 
 def complain(error: Exception) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
+from qmflask.config import ApiKey
 from qmflask.errors import MissingModel, ModelNotFound
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import request_headers
@@ -38,8 +39,14 @@ def answer(router: Router, environ: Mapping[str, Any]) -> Relayed:
     """Serve one request on a model route; raises QmflaskError or ClientGone before the first byte."""
     live = router.live
     key = auth.accept(live.config, environ)
+    recording = router.activity.record(environ)
+    recording.key_name = key.name if key else ""
     client = Client()
-    router.take_slot()
+    try:
+        router.take_slot()
+    except BaseException as error:
+        recording.fail(error)
+        raise
     sock = client_socket(environ)
     if sock is not None:
         router.hangups.watch(sock, client)
@@ -47,17 +54,28 @@ def answer(router: Router, environ: Mapping[str, Any]) -> Relayed:
     lease: Lease | None = None
     try:
         body = intakes.take(environ, max_body=live.config.max_body)
+        recording.named(body.wanted.model, None)
         model = _model(router, body)
-        lease = router.lease(live, model, client, Ask(detail=_detail(environ)))
+        recording.named(model, model)
+        lease = router.lease(live, model, client, Ask(public_id=recording.id, detail=_detail(environ, key)))
+        recording.granted(lease.wait_ms, lease.paid, lease.arrival.priority)
         sending = _request(environ, body, lease, key.key if key else None)
-    except BaseException:
+        recording.sent(environ["PATH_INFO"], sending.headers, sending.body)
+    except BaseException as error:
+        recording.fail(error)
         _end(router, sock, body, lease)
         raise
+
+    def end(outcome: Outcome) -> None:
+        _end(router, sock, body, lease, outcome)
+        recording.end(outcome)
+
     return open_relay(
         router.upstream,
         sending,
         client,
-        on_end=lambda outcome: _end(router, sock, body, lease, outcome),
+        on_end=end,
+        observer=recording,
         extra_headers=[("X-QM-Model", model)] if model.isascii() and model.isprintable() else [],
     )
 
@@ -90,12 +108,13 @@ def _request(environ: Mapping[str, Any], body: Intake, lease: Lease, key: str | 
     )
 
 
-def _detail(environ: Mapping[str, Any]) -> dict[str, str]:
+def _detail(environ: Mapping[str, Any], key: ApiKey | None) -> dict[str, str]:
     """What the page shows of a request; no headers, no body."""
     return {
         "method": environ["REQUEST_METHOD"],
         "path": environ["PATH_INFO"],
         "remote": environ.get("REMOTE_ADDR") or "",
+        "key": key.name if key else "",
     }
 
 

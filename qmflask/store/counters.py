@@ -1,0 +1,73 @@
+"""Counters that survive every process: sums by name and labels, added up in whatever transaction is at hand."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+#: One table, the same in `state.db` (what the leader does) and `activity.db` (what requests did).
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS counters (
+    name   TEXT NOT NULL,
+    labels TEXT NOT NULL,                          -- JSON list, in the order the metric declares them
+    value  REAL NOT NULL DEFAULT 0,
+    PRIMARY KEY (name, labels)
+) WITHOUT ROWID;
+"""
+
+#: Upper bounds in seconds, from a warm first byte to a load of ten minutes.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Sum(NamedTuple):
+    """One value of one counter."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+class Tally:
+    """Additions that wait to be written together; a histogram is a `_bucket` (not cumulative) and a `_sum` counter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def add(self, name: str, labels: Sequence[str] = (), value: float = 1) -> None:
+        """Add to a counter."""
+        key = (name, tuple(labels))
+        self._sums[key] = self._sums.get(key, 0) + value
+
+    def observe(self, name: str, labels: Sequence[str], seconds: float) -> None:
+        """Add one observation to a histogram."""
+        bound = next((str(limit) for limit in BUCKETS if seconds <= limit), "+Inf")
+        self.add(f"{name}_bucket", (*labels, bound))
+        self.add(f"{name}_sum", labels, seconds)
+
+    def rows(self) -> list[Sum]:
+        """What was added."""
+        return [Sum(name, labels, value) for (name, labels), value in self._sums.items()]
+
+
+def write(tx: sqlite3.Connection, tally: Tally) -> None:
+    """Add a tally to the table, inside the caller's transaction."""
+    tx.executemany(
+        "INSERT INTO counters (name, labels, value) VALUES (?, ?, ?)"
+        " ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value",
+        [(row.name, json.dumps(row.labels), row.value) for row in tally.rows()],
+    )
+
+
+def count(tx: sqlite3.Connection, name: str, *labels: str) -> None:
+    """Add one to one counter, inside the caller's transaction."""
+    tally = Tally()
+    tally.add(name, labels)
+    write(tx, tally)
+
+
+def read(tx: sqlite3.Connection) -> Iterable[Sum]:
+    """Every counter."""
+    rows = tx.execute("SELECT name, labels, value FROM counters ORDER BY name, labels")
+    return [Sum(row[0], tuple(json.loads(row[1])), row[2]) for row in rows]

@@ -1,0 +1,56 @@
+"""One access line for each request that is not answered by a model; those write their own, with more in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flask import Blueprint, Response, request
+
+from qmflask.recording import MILLISECOND, Access, remote_of
+from qmflask.router import Router
+
+#: What is asked for every few seconds by machines and open pages tells nobody anything.
+SILENT = ("/wol-health", "/health", "/metrics", "/api/performance", "/api/status", "/api/logs", "/ui/static")
+
+
+def blueprint(router: Callable[[], Router]) -> Blueprint:
+    """No routes: hooks around all of them."""
+    routes = Blueprint("access", __name__)
+
+    @routes.before_app_request
+    def begin() -> None:
+        request.environ["qmflask.began"] = time.monotonic_ns()
+
+    @routes.after_app_request
+    def end(response: Response) -> Response:
+        environ = request.environ
+        if "qmflask.recorded" in environ or (request.path.startswith(SILENT) and response.status_code < 400):
+            return response
+        if response.is_streamed:
+            response.call_on_close(lambda: _note(router(), environ, response))
+        else:
+            _note(router(), environ, response)
+        return response
+
+    return routes
+
+
+def _note(router: Router, environ: dict[str, Any], response: Response) -> None:
+    now, began = time.monotonic_ns(), environ.get("qmflask.began", 0)
+    router.activity.note_access(
+        time.time(),
+        Access(
+            remote=remote_of(environ),
+            method=environ["REQUEST_METHOD"],
+            target=str(environ.get("RAW_URI") or environ.get("PATH_INFO") or ""),
+            protocol=str(environ.get("SERVER_PROTOCOL") or ""),
+            status=response.status_code,
+            bytes=response.content_length or 0,
+            agent=str(environ.get("HTTP_USER_AGENT") or ""),
+            duration_ms=(now - began) / MILLISECOND,
+            id="-",
+            more={},
+        ),
+    )
