@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from qmflask import errors
@@ -32,10 +33,11 @@ class Stopper(Protocol):
 class Commands:
     """Works off the command rows of one term."""
 
-    def __init__(self, store: Store, generation: int, trees: Stopper) -> None:
+    def __init__(self, store: Store, generation: int, trees: Stopper, forget_floors: Callable[[], None]) -> None:
         self._store = store
         self._generation = generation
         self._trees = trees
+        self._forget_floors = forget_floors
 
     def run(self, config: Config, now: int) -> set[str]:
         """One look at all command rows; returns the workers to wake."""
@@ -47,12 +49,20 @@ class Commands:
         for row in rows:
             if row.kind == "unload":
                 woken |= self._unload(row, processes, now)
+            elif row.kind == "relearn":
+                woken |= self._relearn(row)
             elif row.kind == "load" and row.state == "pending":
                 woken |= self._load(row, config)
             elif row.kind == "preload" and row.state == "pending" and not preloading:
                 preloading = True  # in list order, each when the one before it is healthy
                 woken |= self._load(row, config)
         return woken | self._drain_overdue(processes, now)
+
+    def _relearn(self, row: RequestRow) -> set[str]:
+        """Forget the lowest foreign use; the next trusted reading sets it anew."""
+        self._forget_floors()
+        with self._store.write(self._generation) as tx:
+            return scheduling.finish(tx, [row.id])
 
     def reconcile(self, config: Config) -> set[str]:
         """After a new configuration: models that vanished drain and stop, those whose command changed start afresh.

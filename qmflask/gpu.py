@@ -189,9 +189,14 @@ class Amd:
 class Gpu:
     """All sources, each with its own thread, merged into one sample. Start it after fork; `close` ends the threads."""
 
-    def __init__(self, every: float = 5.0, sources: Sequence[Source] | None = None) -> None:
+    def __init__(
+        self,
+        every: float = 5.0,
+        sources: Sequence[Source] | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
         self._sources: Sequence[Source] = sources if sources is not None else (Nvml(), Amd())
-        self._samplers = [Sampler(f"gpu-{source.name}", _stamped(source), every) for source in self._sources]
+        self._samplers = [Sampler(f"gpu-{source.name}", _stamped(source), every, notify) for source in self._sources]
 
     def start(self) -> None:
         """Begin to sample."""

@@ -20,8 +20,10 @@ from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.hangup import Client, HangupWatcher
 from qmflask.leader import Duties, Leader
+from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
+from qmflask.states import State
 from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.upstream import Upstream
@@ -35,9 +37,9 @@ MILLISECOND = 1_000_000
 LOOK = 0.25
 #: Without a heartbeat for this long, waiters are told that nobody schedules.
 NO_LEADER = 10 * SECOND
-#: How long a request waits for one of the worker's slots before it is refused.
 #: Streams for pages (events, logs) that a worker serves at once; they never take an inference slot.
 VIEWERS = 4
+#: How long a request waits for one of the worker's slots before it is refused.
 SLOT_WAIT = 0.05
 
 
@@ -175,8 +177,8 @@ class Router:
     ) -> None:
         self._alive = alive
         self._slots = threading.Semaphore(slots)
-        for warning in prepare_state_directory(state):
         self.viewers = threading.Semaphore(viewers)
+        for warning in prepare_state_directory(state):
             log.warning("%s", warning)
         self.state = state
         self.source = source
@@ -193,6 +195,8 @@ class Router:
         self._children = Children()
         self.upstream = Upstream()
         self.hangups = HangupWatcher()
+        #: Told of each request that a model or peer answers; see `web.visit.Recorder`.
+        self.recorder: Any = None
         self._lock = threading.Lock()
         self._waiters: dict[int, Waiter] = {}
         self._leases: dict[int, Lease] = {}
@@ -203,8 +207,8 @@ class Router:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
         self._leader = Leader(self._open_store, self._children, self._duties())
-        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
         self.activity = Activity(state, self._surroundings())
+        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
 
     def _open_store(self) -> Store:
         return Store(self.state, processes.boot_id())
@@ -223,7 +227,6 @@ class Router:
             on_turn=self._on_turn,
         )
 
-    def start(self) -> None:
     def _surroundings(self) -> Surroundings:
         def load_ms(model: str) -> float | None:
             with self._store.read() as tx:
@@ -243,9 +246,10 @@ class Router:
             sample=sample,
         )
 
+    def start(self) -> None:
         """Start the threads: from here on requests are served, and this worker may lead."""
-        self._thread.start()
         self.activity.start()
+        self._thread.start()
         self._leader.start()
 
     def stop(self, timeout: float = 2.0) -> None:
@@ -255,19 +259,19 @@ class Router:
         self._mailbox.send(self.worker, ROWS)
         if self._thread.is_alive():
             self._thread.join(timeout)
-        self.hangups.close()
         self.activity.stop(timeout)
+        self.hangups.close()
         self.upstream.close()
         self._mailbox.close()
         self._children.release()
         self._store.close()
 
     @property
-    @property
     def ending(self) -> bool:
         """True when this worker takes nothing new: streams for pages end, and their readers come back elsewhere."""
         return self._draining or self._stop.is_set() or not self._alive()
 
+    @property
     def live(self) -> Live:
         """The configuration in force in this process."""
         return self._configuration.live
@@ -377,6 +381,17 @@ class Router:
         admission.withdraw(self._store, request)
         self.wake_leader()
 
+    def load_of(self, selector: str) -> reading.SelectorLoad:
+        """What a selector chooses by."""
+        with self._store.read() as tx:
+            return reading.selector_load(tx, selector, self.worker)
+
+    def state_of(self, model: str) -> State:
+        """A model's state now."""
+        with self._store.read() as tx:
+            row = reading.process(tx, model)
+        return row.state if row is not None else State.STOPPED
+
     def place(self, request: int, model: str) -> reading.Place:
         """Where a waiting request stands, for its client's eyes."""
         with self._store.read() as tx:
@@ -454,9 +469,16 @@ class Router:
         with self._store.read() as tx:
             return reading.status(tx)
 
-    def describe(self, model: str) -> dict[str, Any]:
-        """What would happen now if `model` were asked for, and why (the plan)."""
-        raise NotImplementedError
+    def plan(self, model: str) -> dict[str, Any]:
+        """What would happen now if `model` were asked for, and why; nothing is done."""
+        rules = self.live.rules
+        with self._store.read() as tx:
+            snapshot = reading.snapshot(tx, rules, whole=True)
+        return plan(snapshot, rules, model, time.monotonic_ns())
+
+    def relearn(self) -> None:
+        """Have the leader forget the floors of foreign use; the next trusted reading sets them."""
+        self._command(self._arrival("relearn", self.live, ALL), None)
 
     # -- waking -----------------------------------------------------------------------------------------------
 

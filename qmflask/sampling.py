@@ -20,8 +20,12 @@ class Sampler(Generic[T]):
     last sample. The thread is a daemon, since nothing can end a call that hangs in a driver. Start it after fork.
     """
 
-    def __init__(self, name: str, read: Callable[[], T], every: float) -> None:
+    def __init__(
+        self, name: str, read: Callable[[], T], every: float, notify: Callable[[], None] | None = None
+    ) -> None:
+        """`notify` is called after each sample, on the sampler's thread; it must be quick and never raise."""
         self._read = read
+        self._notify = notify
         self._every = every
         self._turn = threading.Condition()
         self._asked = 0
@@ -81,6 +85,8 @@ class Sampler(Generic[T]):
             with self._turn:
                 self._answered = serving
                 self._turn.notify_all()
+            if self._notify is not None:
+                self._notify()
 
     def _sample(self) -> None:
         try:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -20,7 +20,10 @@ import orjson
 from qmflask import errors, probes, processes
 from qmflask.config import LaunchError, Model
 from qmflask.config.command import split_command
+from qmflask.host import Host
 from qmflask.logfiles import ModelLog
+from qmflask.memory import oom
+from qmflask.memory.oom import OutOfMemory
 from qmflask.processes import Children, Identity, SpawnError, SpawnLock
 from qmflask.states import Phase, State
 from qmflask.store import Store, reading, scheduling
@@ -55,7 +58,7 @@ class Tree:
     pause: int = MILLISECOND
     exit_code: int | None = None
     killed: bool = False
-    tail: str = field(default="", repr=False)
+    oom_kills: int = 0  # the kernel's counter when it was started
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,13 @@ class Trees:
         self._wake = wake
         self._watch = watch
         self._unwatch = unwatch
+        self._host = Host()
         self._trees: dict[str, Tree] = {}
         self.woken: set[str] = set()  # workers with an answer from `start`; `poll` hands them on
         self._probed: queue.SimpleQueue[Probed] = queue.SimpleQueue()
+        #: Asked when a start ran out of memory; True: it is tried again with more room. The term sets both.
+        self.on_out_of_memory: Callable[[str, OutOfMemory, int], bool] = lambda model, found, now: False
+        self.free_now: Callable[[str], int | None] = lambda pool: None
         self._models: Mapping[str, Model] = {}
         self._owner = name_hash(str(store.directory.resolve()))
 
@@ -138,6 +145,7 @@ class Trees:
                 deadline=now + model.health_check_timeout * SECOND,
                 hold_until=0,
                 asked_since=0,
+                answered=0,
             )
 
     def _spawn(self, swap: SwapRow, model: Model, tree: Tree, port: int | None, lock: SpawnLock) -> None:
@@ -148,6 +156,7 @@ class Trees:
         child = processes.spawn(launch.argv, env, tree.token, logfile.path, lock.fd)
         self._children.add(child)
         tree.identity = child.identity
+        tree.oom_kills = self._host.oom_kills() or 0
         with self._store.write(self._generation) as tx:
             scheduling.update_process(tx, model.id, pid=child.identity.pid, start_ticks=child.identity.start_ticks)
             scheduling.set_phase(tx, swap.id, Phase.PROBING)
@@ -326,7 +335,7 @@ class Trees:
         if row is None:
             return set()
         if row.state is State.STARTING:
-            return self._fail_start(tree, self._exited_early(tree, row), now)
+            return self._start_died(tree, row, now)
         if row.state in (State.READY, State.DRAINING):
             reason = f"exited by itself with {_code(tree.exit_code)}"
             log.warning("model %s %s", row.model, reason)
@@ -337,6 +346,19 @@ class Trees:
             self.signal_stop(row)
         tree.next_look, tree.pause = now, MILLISECOND
         return self._look(tree, now)
+
+    def _start_died(self, tree: Tree, row: ProcessRow, now: int) -> set[str]:
+        """A start that ended by itself: out of memory is tried once more with more room, all else has failed."""
+        self._end_probe(tree)
+        lines = ModelLog(self._store.directory / "logs", row.model).last_lines(200)
+        kills = (self._host.oom_kills() or 0) - tree.oom_kills
+        found = oom.diagnose(lines, tree.exit_code, tree.killed, kills)
+        if found is None:
+            return self._fail_start(tree, self._exited_early(tree, row), now)
+        if self.on_out_of_memory(row.model, found, now):
+            return set()
+        message = f"model {row.model} ran out of memory while loading ({found.who}): {found.line}"
+        return self._fail_start(tree, errors.InsufficientMemory(message), now, found.pool)
 
     def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
         lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
@@ -399,14 +421,14 @@ class Trees:
                     scheduling.close_swap(tx, swap.id)
             return scheduling.grant(tx, scheduling.waiting_for(tx, row.model), row.model, now, paid=True)
 
-    def _fail_start(self, tree: Tree, error: errors.QmflaskError, now: int) -> set[str]:
+    def _fail_start(self, tree: Tree, error: errors.QmflaskError, now: int, pool: str | None = None) -> set[str]:
         """Stop what there is of a failed start; its waiters get the error now, others until the back-off ends."""
         self._end_probe(tree)
         log.warning("%s", error.message)
         with self._store.write(self._generation) as tx:
             row = reading.process(tx, tree.model)
             assert row is not None
-            wait = min(BACK_OFF_CAP, SECOND << min(row.attempts, 6))
+            wait = oom.PAUSE if pool else min(BACK_OFF_CAP, SECOND << min(row.attempts, 6))
             scheduling.set_state(
                 tx,
                 tree.model,
@@ -417,6 +439,8 @@ class Trees:
                 failure_message=error.message,
                 retry_at=now + wait,
                 attempts=row.attempts + 1,
+                failure_pool=pool,
+                failure_free=self.free_now(pool) if pool else None,
             )  # starting -> stopping
             for swap in reading.swaps(tx):
                 if swap.target == tree.model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qmflask.config import Config, Model
 from qmflask.memory.charges import charge
@@ -22,14 +22,17 @@ class Rules:
     models: Mapping[str, ModelRule]
     policy: EvictionPolicy
     launch_hashes: Mapping[str, str]
+    charges: Mapping[str, Sizes] = field(default_factory=dict)
 
 
 def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
     """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash (`learnSizes: false`: unused)."""
     learned = learned if config.learn_sizes else {}
+    charges = {model.id: _charge(model, learned) for model in config.models.values()}
     return Rules(
         models={model.id: _rule(config, model) for model in config.models.values()},
-        policy=_policy(config, {model.id: _charge(model, learned) for model in config.models.values()}),
+        policy=_policy(config, charges),
+        charges=charges,
         launch_hashes={model.id: model.launch_hash for model in config.models.values()},
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import RequestView, Snapshot
-from qmflask.states import State
+from qmflask.states import DOWN, State
 from qmflask.store.rows import ProcessRow, RequestRow, SchedulerRow, SwapRow, WorkerRow
 
 
@@ -76,6 +76,25 @@ def place(tx: sqlite3.Connection, request: int, model: str) -> Place:
     return Place(position, state, row["started_at"] if row and state is State.STARTING else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class SelectorLoad:
+    """What a selector looks at: states of the models that are not down, and its requests at other workers by model."""
+
+    states: dict[str, State]
+    others: dict[str, int]
+
+
+def selector_load(tx: sqlite3.Connection, selector: str, worker: str) -> SelectorLoad:
+    """What to choose a target by, for `worker`, which knows its own requests."""
+    states = {row["model"]: State(row["state"]) for row in tx.execute("SELECT model, state FROM processes")}
+    query = (
+        "SELECT model, COUNT(*) AS n FROM requests WHERE kind IN ('infer', 'peer') AND worker <> ?"
+        " AND json_extract(detail, '$.selector') = ? GROUP BY model"
+    )
+    others = {row["model"]: row["n"] for row in tx.execute(query, (worker, selector))}
+    return SelectorLoad({model: state for model, state in states.items() if state not in DOWN}, others)
+
+
 def leases(tx: sqlite3.Connection) -> dict[str, int]:
     """Granted requests by model."""
     query = "SELECT model, COUNT(*) AS n FROM requests WHERE state = 'granted' GROUP BY model"
@@ -95,7 +114,7 @@ def snapshot(tx: sqlite3.Connection, rules: Rules, *, whole: bool) -> Snapshot:
     in_system: dict[str, int] = dict(counts)
     if whole:
         for request in requests(tx, "queued"):
-            if request.kind == "unload":
+            if request.kind not in ("infer", "load", "preload"):
                 continue
             queue.append(request.view())
             if request.kind == "infer":

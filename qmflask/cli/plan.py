@@ -1,0 +1,154 @@
+"""`qmflask plan MODEL`: what would be stopped to load a model, and why; asks the service, or works without one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qmflask.config import ConfigError, load
+from qmflask.config.units import GIB
+from qmflask.configfiles import read_sources
+from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes, gib
+from qmflask.policy.plan import what_if
+from qmflask.policy.rules import make_rules
+
+
+@click.command("plan")
+@click.argument("model", required=False)
+@click.option(
+    "--config", "config_path", type=click.Path(path_type=Path), help="Answer from this file, without a service."
+)
+@click.option("--running", default="", help="Models that run, coldest first, separated by commas.")
+@click.option("--ceiling", type=float, help="The live VRAM ceiling in GiB.")
+@click.option("--cases", type=click.Path(path_type=Path, exists=True), help="Answer all cases of a JSON file.")
+@click.option("--url", envvar="QMFLASK_URL", default="http://127.0.0.1:8080", help="The running service.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    model: str | None,
+    config_path: Path | None,
+    running: str,
+    ceiling: float | None,
+    cases: Path | None,
+    url: str,
+    as_json: bool,
+) -> None:
+    """Say what loading MODEL would stop, and why.
+
+    Asks the running service (its key in QMFLASK_API_KEY). With --config it answers for the given --running models
+    instead, without a service; with --cases for every case of a file: [{id, config, liveCeilingGB, target, running}].
+    Exit code: 0 answered, 1 no answer, 2 wrong usage.
+    """
+    if cases is not None:
+        _print_cases(_answer_cases(json.loads(cases.read_text(encoding="utf-8"))), as_json)
+        return
+    if not model:
+        raise click.UsageError("name a MODEL, or give --cases")
+    body = _what_if(config_path, model, running, ceiling) if config_path else _ask(url, model)
+    if as_json:
+        click.echo(json.dumps(body, indent=2))
+    else:
+        click.echo("\n".join(_lines(body)))
+
+
+def _what_if(path: Path, model: str, running: str, ceiling: float | None) -> dict[str, Any]:
+    try:
+        config = load(read_sources(path), os.environ).config
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    names = [name.strip() for name in running.split(",") if name.strip()]
+    aliases = {alias: found.id for found in config.models.values() for alias in found.aliases}
+    wanted = [name if name in config.models else aliases.get(name, name) for name in (model, *names)]
+    unknown = [name for name in wanted if name not in config.models]
+    if unknown:
+        raise click.ClickException(f"not in {path}: {', '.join(unknown)}")
+    limit = None if ceiling is None else int(ceiling * GIB)
+    return what_if(make_rules(config, {}), wanted[0], wanted[1:], limit)
+
+
+def _answer_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"id": case.get("id"), "target": case["target"], "victims": _evict(case)} for case in cases]
+
+
+def _evict(case: dict[str, Any]) -> list[str]:
+    """One case by the pure policy, from figures alone: such a case has no commands to check."""
+    config = case["config"]
+    sizes = {
+        name: Sizes(int(model.get("estVramGB", 0) * GIB), int(model.get("estRamGB", 0) * GIB))
+        for name, model in config.get("models", {}).items()
+    }
+    groups = [
+        GroupRule(
+            name,
+            group.get("swap", True),
+            group.get("exclusive", True),
+            group.get("persistent", False),
+            group.get("pool", "vram"),
+            tuple(group.get("members", ())),
+        )
+        for name, group in config.get("groups", {}).items()
+    ]
+    ceiling = case.get("liveCeilingGB")
+    policy = GroupPolicy(sizes, groups, _up(config.get("vramBudgetGB", 0)), _up(config.get("ramBudgetGB", 0)))
+    return policy.eviction_for(case["target"], case["running"], None if ceiling is None else _up(ceiling))
+
+
+def _up(gigabytes: float) -> int:
+    """Budgets are rounded up to a byte, charges down: figures that add up exactly on paper fit."""
+    return math.ceil(gigabytes * GIB)
+
+
+def _print_cases(answers: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(answers, indent=2))
+        return
+    for answer in answers:
+        click.echo(f"{answer['id']}: {' '.join(answer['victims']) or '-'}")
+
+
+def _ask(url: str, model: str) -> dict[str, Any]:
+    address = f"{url.rstrip('/')}/api/plan?model={urllib.parse.quote(model, safe='')}"
+    request = urllib.request.Request(address)
+    if key := os.environ.get("QMFLASK_API_KEY"):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise click.ClickException(f"{address}: {error.code} {text}") from None
+    except OSError as error:
+        raise click.ClickException(f"no service at {url} ({error}); --config FILE answers without one") from None
+
+
+def _lines(body: dict[str, Any]) -> list[str]:
+    """The plan for people."""
+    lines = []
+    if "decision" in body:
+        lines.append(f"{body['model']} ({body['state']}): {body['decision']} - {body['why']}")
+    elif body["refused"]:
+        lines.append(f"refused: {body['refused']}; nothing would be stopped")
+    elif body["victims"]:
+        lines += list(body["victims"])
+    else:
+        lines.append("nothing would be stopped")
+    for pool in body.get("pools", []):
+        cap = f", {gib(pool['cap'])} in force now" if pool["cap"] != pool["budget"] else ""
+        limit = f"of {gib(pool['budget'])}{cap}" if pool["budget"] else "without a budget"
+        lines.append(f"{pool['pool']} ({pool['rule']} rule): {gib(pool['charge'])} for {body['model']}, {limit}")
+        for line in pool["residents"]:
+            mark = "stop" if line["stops"] else "keep"
+            lines.append(f"  {mark}  {line['model']}  {gib(line['charge'])}  {line['why']}")
+    return lines + [f"note: {note}" for note in body.get("notes", [])]

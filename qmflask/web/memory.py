@@ -1,0 +1,65 @@
+"""Memory as it is, and the plan: what loading a model would stop, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flask import Blueprint, Response, request
+
+from qmflask.errors import MissingModel, ModelNotFound
+from qmflask.memory.charges import charge
+from qmflask.router import Router
+from qmflask.states import DOWN
+from qmflask.web import auth
+from qmflask.web.answers import json_answer
+
+
+def blueprint(router: Callable[[], Router]) -> Blueprint:
+    """`GET /api/plan?model=M`, `GET /api/memory`, `POST /api/memory/relearn`."""
+    routes = Blueprint("memory", __name__)
+
+    @routes.before_request
+    def check_key() -> None:
+        auth.accept(router().live.config, request.environ)
+
+    @routes.get("/api/plan")
+    def show_plan() -> Response:
+        name = request.args.get("model", "")
+        if not name:
+            raise MissingModel("missing model: ask for /api/plan?model=NAME", param="model")
+        resolved = router().live.names.resolve(name)
+        if resolved is None or resolved.kind != "model":
+            raise ModelNotFound(f"no router for requested model {name!r}; GET /v1/models lists the models")
+        found = router().plan(resolved.id)
+        found["sizes"] = _sizes(router())
+        return json_answer(found)
+
+    @routes.get("/api/memory")
+    def show_memory() -> Response:
+        status = router().status()
+        states = {row.model: row.state.value for row in status.processes.values() if row.state not in DOWN}
+        return json_answer({**status.sample, "sizes": _sizes(router()), "states": states})
+
+    @routes.post("/api/memory/relearn")
+    def relearn() -> Response:
+        router().relearn()
+        return json_answer({"msg": "ok"})
+
+    return routes
+
+
+def _sizes(router: Router) -> dict[str, Any]:
+    """Every model's charge with its origin, beside the estimate and the measured peak; bytes."""
+    learned = router.status().sizes
+    found = {}
+    for model in router.live.config.models.values():
+        vram, ram = learned.get(model.launch_hash, (0, 0)) if router.live.config.learn_sizes else (0, 0)
+        pools = {"vram": charge(model.est_vram, vram), "ram": charge(model.est_ram, ram)}
+        found[model.id] = {
+            pool: {"charged": one.size, "origin": one.origin, "configured": configured, "measured": measured}
+            for (pool, one), configured, measured in zip(
+                pools.items(), (model.est_vram, model.est_ram), (vram, ram), strict=True
+            )
+        } | {"pool": model.pool}
+    return found
