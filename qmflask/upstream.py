@@ -1,77 +1,44 @@
-"""Sends one request to a model server or peer and reads its answer; the only home of requests and urllib3.
+"""Sends requests to model servers and peers, and reads the answers; the only home of requests and urllib3.
 
-`requests`' adapter gives connections, TLS and the sending (used without Session: field notes A20, A24). Heads and
-bodies are read by our own `http1` from the socket: only so can a deadline cover a head that drips, can any framing
-be passed on without delay, and can a hang-up cut the connection at any moment. What this takes from urllib3 and
-http.client beyond their documented interface is in `_Connection` and `_Answer`, pinned by test_upstream.py.
+`requests`' adapter and urllib3's pools give connections, TLS and the mapping of failures (used without Session: field
+notes A20, A24). `exchange` writes the request and reads the head, `http1` takes bodies apart, so that every framing
+passes without delay. What this takes from the libraries beyond their documented interface is in `_Watched`, `_Answer`
+and `_Adapter`; tests/integration/test_upstream.py pins it.
 """
 
 from __future__ import annotations
 
 import http.client
-import re
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.util import SKIP_HEADER
 
 from qmflask import http1
-from qmflask.errors import ClientGone, UpstreamTimeout, UpstreamUnreachable
+from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest
 from qmflask.hangup import Client
-from qmflask.headers import Header
 
-#: Bytes taken from the socket at once; also the longest body that is read whole before it is passed on.
-BLOCK = 64 * 1024
+__all__ = ["Timeouts", "Upstream", "UpstreamRequest", "UpstreamResponse"]
 
-_ORIGIN = re.compile(r"(https?)://([^/?#]+)", re.IGNORECASE)
-_PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds; 0 means no limit. `response_header` runs from the sent request to the complete head."""
-
-    connect: float = 30.0
-    response_header: float = 0.0
-    idle: float = 0.0
-
-
-@dataclass(frozen=True)
-class UpstreamRequest:
-    """What to send. `url` keeps its exact spelling; `headers` without Content-Length.
-
-    A `body` that is not bytes is sent piece by piece, with `body_length` as its Content-Length or, if None, chunked.
-    """
-
-    method: str
-    url: str
-    headers: list[Header]
-    body: bytes | Iterable[bytes] | None = None
-    body_length: int | None = None
-    timeouts: Timeouts = Timeouts()
-    #: What messages call the other side.
-    name: str = "the model server"
+#: Servers whose pools are remembered.
+MAX_SERVERS = 256
 
 
 class Upstream:
     """Owns the connection pools of one process. Make it after fork.
 
-    `pool_size`: connections kept per server, at least the number of threads. `keepalive`: reuse connections; off by
-    default, as a fresh one to a local server costs little and cannot be stale (field notes A21).
+    `pool_size`: connections kept per server, at least the number of threads. `keepalive`: reuse connections. It is off
+    by default: a fresh connection to a local server costs little and cannot be stale (field notes A21), while an idle
+    one may occupy a thread of the server, as llama-server's does, and keep others waiting.
     """
 
     def __init__(self, pool_size: int = 128, *, keepalive: bool = False, verify: bool | str = True) -> None:
-        self._adapter = _Adapter(pool_connections=256, pool_maxsize=pool_size)
+        self._adapter = _Adapter(pool_size)
         self._keepalive = keepalive
         self._verify = verify
 
@@ -81,26 +48,20 @@ class Upstream:
         Raises UpstreamUnreachable, UpstreamTimeout, ClientGone, and what iterating over `request.body` raises.
         """
         try:
-            return self._send(_Exchange(request, client))
-        except _Stale:
-            return self._send(_Exchange(request, client))
+            return self._send(Exchange(request, client))
+        except Stale:
+            return self._send(Exchange(request, client))
 
     def close(self) -> None:
         """Drop the idle connections."""
         self._adapter.close()
 
-    def _send(self, exchange: _Exchange) -> UpstreamResponse:
-        request = exchange.request
+    def _send(self, exchange: Exchange) -> UpstreamResponse:
         exchange.begin()
         _current.exchange = exchange
         try:
-            answer = self._adapter.send(
-                _prepared(request, exchange.origin),
-                stream=True,
-                timeout=request.timeouts.connect or None,
-                verify=self._verify,
-            )
-            return UpstreamResponse(exchange, answer.raw, self._keepalive)
+            self._adapter.send(_prepared(exchange), stream=True, verify=self._verify)
+            return UpstreamResponse(exchange, self._keepalive)
         except BaseException as error:
             exchange.close()
             if isinstance(error, _FAILURES):
@@ -118,15 +79,15 @@ class UpstreamResponse:
     ClientGone after the client was cancelled. `complete` is True once the whole body was read.
     """
 
-    def __init__(self, exchange: _Exchange, raw: Any, keepalive: bool) -> None:
-        head = exchange.head
-        assert head is not None and exchange.sock is not None
+    def __init__(self, exchange: Exchange, keepalive: bool) -> None:
+        head, answer = exchange.head, exchange.answer
+        assert head is not None and answer is not None and exchange.sock is not None
         self.status = head.status
         self.reason = head.reason
         self.headers = head.headers
         self._head = head
         self._exchange = exchange
-        self._raw = raw
+        self._answer = answer
         self._keepalive = keepalive
         self._recv = exchange.sock.recv
         self._closed = False
@@ -135,8 +96,7 @@ class UpstreamResponse:
             self._pending = self._body.feed(head.rest) if head.rest else b""
             exchange.sock.settimeout(exchange.request.timeouts.idle or None)
         except BaseException:
-            raw.close()
-            raw.release_conn()
+            answer.end(keep=False)
             raise
 
     @property
@@ -187,9 +147,8 @@ class UpstreamResponse:
             return
         self._closed = True
         self._exchange.close()
-        if not (self._keepalive and http1.keeps_alive(self._head, self._body)):
-            self._raw.close()
-        self._raw.release_conn()
+        keep = self._keepalive and self._exchange.sent and http1.keeps_alive(self._head, self._body)
+        self._answer.end(keep=keep)
 
     def _receive(self) -> bytes:
         """What has arrived, or b"" at the regular end of a body that ends with its connection."""
@@ -203,10 +162,6 @@ class UpstreamResponse:
         return data
 
 
-class _Stale(Exception):
-    """Raised when a reused connection turns out to have been closed by the server."""
-
-
 _FAILURES = (
     requests.RequestException,
     urllib3.exceptions.HTTPError,
@@ -216,225 +171,63 @@ _FAILURES = (
 )
 
 
-class _Exchange:
-    """One request on its way: its socket, which a hang-up cuts, and the head of its answer."""
-
-    def __init__(self, request: UpstreamRequest, client: Client) -> None:
-        match = _ORIGIN.match(request.url)
-        if match is None:
-            raise UpstreamUnreachable(f"{request.name} has no usable address: {request.url!r}")
-        self.request = request
-        self.client = client
-        self.origin = f"{match[1].lower()}://{match[2]}/"
-        self.target = _target(request.url[match.end() :])
-        self.sock: socket.socket | None = None
-        self.head: http1.Head | None = None
-        self.fresh = False
-        self._lock = threading.Lock()
-        self._detach: Callable[[], None] | None = None
-
-    def begin(self) -> None:
-        """Listen for the client's hang-up."""
-        self._detach = self.client.attach(self._cut)
-        if self.client.gone:
-            self.close()
-            raise ClientGone(self.client.reason)
-
-    def connect(self, host: str, port: int, options: Any) -> socket.socket:
-        """A connected socket, known to the hang-up before it connects."""
-        self.fresh = True
-        try:
-            addresses = _addresses(host, port)
-        except OSError as error:
-            raise self.failure(error) from error
-        problem: OSError | None = None
-        for family, address in addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(self.request.timeouts.connect or None)
-                for option in options or ():
-                    sock.setsockopt(*option)
-                self.hold(sock)
-                sock.connect(address)
-                return sock
-            except OSError as error:
-                problem = error
-                self._close_failed(sock)
-                self.check_client()
-            except BaseException:
-                self._close_failed(sock)
-                raise
-        raise self.failure(problem or OSError(f"no address for {host}"), connecting=True) from problem
-
-    def hold(self, sock: socket.socket) -> None:
-        """Remember the socket that a hang-up has to cut. Raises ClientGone."""
-        with self._lock:
-            self.sock = sock
-        self.check_client()
-
-    def read_head(self, sock: socket.socket) -> http1.Head:
-        """Read the answer's head within the deadline, however slowly it drips."""
-        limit = self.request.timeouts.response_header
-        deadline = time.monotonic() + limit if limit > 0 else None
-        reader = http1.HeadReader()
-        while self.head is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            try:
-                if left is not None and left <= 0:
-                    raise TimeoutError
-                sock.settimeout(left)
-                data = sock.recv(BLOCK)
-            except TimeoutError as error:
-                raise UpstreamTimeout(f"{self.where} sent no complete headers within {limit:g} s.") from error
-            except OSError as error:
-                self._check_stale(reader)
-                raise self.failure(error) from error
-            if not data:
-                self.check_client()
-                self._check_stale(reader)
-                raise UpstreamUnreachable(f"{self.where} closed the connection before it answered.")
-            self.head = reader.feed(data)
-        return self.head
-
-    @property
-    def where(self) -> str:
-        """How messages name the other side."""
-        return f"{self.request.name} at {self.origin.rstrip('/')}"
-
-    def check_client(self) -> None:
-        """Raise ClientGone if the client has left."""
-        if self.client.gone:
-            raise ClientGone(self.client.reason)
-
-    def failure(self, error: BaseException, *, idle: bool = False, connecting: bool = False) -> Exception:
-        """The error a client sees for what went wrong on this side."""
-        if self.client.gone:
-            return ClientGone(self.client.reason)
-        if isinstance(error, http1.Malformed):
-            return UpstreamUnreachable(f"{self.where} {error}.")
-        if isinstance(error, TimeoutError) and idle:
-            return UpstreamTimeout(f"{self.where} sent nothing for {self.request.timeouts.idle:g} s.")
-        if isinstance(error, TimeoutError) and connecting:
-            seconds = self.request.timeouts.connect
-            return UpstreamUnreachable(f"{self.where} did not accept a connection within {seconds:g} s.")
-        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return UpstreamUnreachable(f"{self.where} cannot be reached or broke off: {text}.")
-
-    def close(self) -> None:
-        """Forget the socket: from here on no hang-up touches it."""
-        with self._lock:
-            self.sock = None
-        if self._detach is not None:
-            self._detach()
-            self._detach = None
-
-    def _cut(self) -> None:
-        """Run by the thread that noticed: wakes whoever sends or reads. Closing here would break the reader."""
-        with self._lock:
-            if self.sock is None:
-                return
-            try:
-                # Not SSLSocket's own shutdown: it would drop the TLS state under the reader.
-                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
-            except OSError:
-                pass  # not connected yet, or no longer
-
-    def _close_failed(self, sock: socket.socket) -> None:
-        with self._lock:
-            self.sock = None
-        sock.close()
-
-    def _check_stale(self, reader: http1.HeadReader) -> None:
-        if not self.fresh and not reader.begun and (self.request.body is None or isinstance(self.request.body, bytes)):
-            raise _Stale
-
-
 class _Current(threading.local):
     """The exchange this thread is sending: urllib3 makes connections, and this tells them for whom."""
 
-    exchange: _Exchange | None = None
+    exchange: Exchange | None = None
 
 
 _current = _Current()
 
 
 class _Answer:
-    """Stands in for http.client.HTTPResponse: has urllib3 believe in a response whose head `http1` has read."""
+    """What urllib3's pool takes for a response; the head is in the exchange, the body is ours to read."""
 
-    will_close = False  # the connection is closed or kept by UpstreamResponse.close
-    version = 11
+    version_string = "HTTP/1.1"
+    length_remaining = None
+    retries = None
+    headers: dict[str, str] = {}  # noqa: RUF012 - the pool looks for Retry-After and must find nothing
+    _pool: Any = None  # the pool sets both
+    _connection: Any = None
 
-    def __init__(self, sock: socket.socket, *_: Any, **__: Any) -> None:
-        self._sock = sock
-        self._closed = False
-        self.msg = self.headers = http.client.HTTPMessage()  # empty: ours are in Head, repeated ones kept
-        self.status = 0
-        self.reason = ""
+    def __init__(self, status: int) -> None:
+        self.status = status
 
-    def begin(self) -> None:
-        """Called by http.client to read the head."""
-        exchange = _current.exchange
-        assert exchange is not None
-        try:
-            head = exchange.read_head(self._sock)
-        except http1.Malformed as error:
-            raise exchange.failure(error) from error
-        self.status = head.status
-
-    def read(self, *_: Any) -> bytes:
-        """Never called; urllib3 takes an object for a body if it can be read."""
-        raise NotImplementedError("the body is read by UpstreamResponse")
-
-    def close(self) -> None:
-        """Mark the response as over."""
-        self._closed = True
-
-    def isclosed(self) -> bool:
-        """True once closed."""
-        return self._closed
+    def end(self, *, keep: bool) -> None:
+        """Give the connection back to its pool, closed unless it is to be kept."""
+        if not keep:
+            self._connection.close()
+        self._pool._put_conn(self._connection)
 
 
 class _Watched(HTTPConnection):
-    """A connection whose socket its exchange knows, and which sends the request target exactly as given."""
-
-    response_class = _Answer  # type: ignore[assignment]
-    _held: bytes | None = None
+    """A connection whose socket its exchange knows, and which leaves writing and reading to it."""
 
     def _new_conn(self) -> socket.socket:
-        exchange = _current.exchange
-        assert exchange is not None
-        return exchange.connect(self._dns_host, self.port, self.socket_options)
+        return _exchange().connect(self._dns_host, self.port, self.socket_options)
 
-    def connect(self) -> None:
-        exchange = _current.exchange
-        assert exchange is not None
-        super().connect()
+    def request(self, *_: Any, **__: Any) -> None:
+        """Called by the pool to send the request."""
+        exchange = _exchange()
+        if self.sock is None:
+            self.connect()
         exchange.hold(self.sock)
-        self.sock.settimeout(exchange.request.timeouts.response_header or None)
+        exchange.transmit(self.sock)
 
-    def request(self, method: str, url: str, body: Any = None, headers: Any = None, **options: Any) -> None:
-        exchange = _current.exchange
-        assert exchange is not None
-        if self.sock is not None:
-            exchange.hold(self.sock)
-        self.timeout = exchange.request.timeouts.response_header or None
-        # A short body leaves in one packet with its head.
-        self._held = b"" if isinstance(body, bytes) and 0 < len(body) <= BLOCK else None
-        super().request(method, exchange.target, body, headers, **options)
-
-    def send(self, data: Any) -> None:
-        if self._held == b"":
-            self._held = data
-            return
-        if self._held is not None:
-            data, self._held = self._held + data, None
+    def getresponse(self) -> Any:
+        """Called by the pool to wait for the answer."""
+        exchange = _exchange()
         try:
-            super().send(data)
-        except TimeoutError as error:
-            exchange = _current.exchange
-            assert exchange is not None
-            seconds = exchange.request.timeouts.response_header
-            raise UpstreamTimeout(f"{exchange.where} did not take the request within {seconds:g} s.") from error
+            head = exchange.read_head(self.sock)
+        except http1.Malformed as error:
+            raise exchange.failure(error) from error
+        exchange.answer = _Answer(head.status)
+        return exchange.answer
+
+
+def _exchange() -> Exchange:
+    assert _current.exchange is not None
+    return _current.exchange
 
 
 class _WatchedTLS(_Watched, HTTPSConnection):
@@ -450,61 +243,36 @@ class _TLSPool(HTTPSConnectionPool):
 
 
 class _Adapter(HTTPAdapter):
-    """requests' adapter, with our connections and without cookies, which it would carry between clients."""
+    """requests' adapter with our connections; it builds no response, so no cookies wander between clients."""
 
-    def init_poolmanager(self, connections: int, maxsize: int, block: bool = False, **options: Any) -> None:
+    def __init__(self, pool_size: int) -> None:
+        self._pools: dict[str, Any] = {}
+        super().__init__(pool_connections=MAX_SERVERS, pool_maxsize=pool_size)
+
+    def init_poolmanager(self, *args: Any, **options: Any) -> None:
         """Called by requests' constructor."""
-        super().init_poolmanager(connections, maxsize, block=block, blocksize=4 * BLOCK, **options)
+        super().init_poolmanager(*args, **options)
         self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
 
-    def build_response(self, req: requests.PreparedRequest, resp: Any) -> requests.Response:
-        """Only what we use of it: the raw response."""
-        response = requests.Response()
-        response.raw = resp
-        return response
+    def get_connection_with_tls_context(self, request: Any, *args: Any, **options: Any) -> Any:
+        """The pool of a server; looked up once, as urllib3's own way costs a tenth of a small request."""
+        pool = self._pools.get(request.url)
+        if pool is None:
+            pool = super().get_connection_with_tls_context(request, *args, **options)
+            if len(self._pools) >= MAX_SERVERS:
+                self._pools.clear()
+            self._pools[request.url] = pool
+        return pool
+
+    def build_response(self, req: requests.PreparedRequest, resp: Any) -> Any:
+        """Called by requests at the end of `send`."""
+        return resp
 
 
-def _prepared(request: UpstreamRequest, origin: str) -> requests.PreparedRequest:
-    """A request made by hand: preparing one in requests costs more than sending it."""
+def _prepared(exchange: Exchange) -> requests.PreparedRequest:
+    """What the adapter needs to find the pool; the rest of the request is written by the exchange."""
     prepared = requests.PreparedRequest()
-    prepared.method = request.method
-    prepared.url = origin
-    headers: dict[str, str] = {}
-    for name, value in request.headers:
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    names = {name.lower() for name in headers}
-    for name in ("User-Agent", "Accept-Encoding"):
-        if name.lower() not in names:
-            headers[name] = SKIP_HEADER  # else urllib3 and http.client speak for themselves
-    body = request.body
-    if isinstance(body, bytes):
-        headers["Content-Length"] = str(len(body))
-    elif body is not None and request.body_length is not None:
-        headers["Content-Length"] = str(request.body_length)
-    prepared.headers = headers  # type: ignore[assignment]  # a dict does, at a tenth of the cost
-    prepared.body = body  # type: ignore[assignment]
+    prepared.method = exchange.request.method
+    prepared.url = exchange.origin
+    prepared.headers = {}  # type: ignore[assignment]
     return prepared
-
-
-def _target(rest: str) -> str:
-    """The request target in its own spelling; only what no request line can hold is percent-encoded."""
-    rest = rest.partition("#")[0]
-    if not rest.startswith("/"):
-        rest = "/" + rest
-    if rest.isascii() and rest.isprintable() and " " not in rest:
-        return rest
-    try:
-        raw = rest.encode("latin-1")  # how WSGI hands on a path's bytes
-    except UnicodeEncodeError:
-        raw = rest.encode("utf-8")
-    return quote(raw, safe=_PRINTABLE)
-
-
-def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Where to connect; numeric IPv4, the usual case, without a resolver."""
-    try:
-        socket.inet_pton(socket.AF_INET, host)
-    except OSError:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        return [(info[0], info[4]) for info in found]
-    return [(socket.AF_INET, (host, port))]

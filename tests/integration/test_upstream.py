@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import queue
 import socket
+import ssl
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ def request(server: Server | str, path: str = "/v1/x", **more: Any) -> UpstreamR
     return UpstreamRequest(url=url + path, **given)
 
 
-def fetch(upstream: Upstream, sent: UpstreamRequest) -> tuple[int, bytes]:
-    response = upstream.send(sent, Client())
+def fetch(upstream: Upstream, sent: UpstreamRequest, client: Client | None = None) -> tuple[int, bytes]:
+    response = upstream.send(sent, client or Client())
     try:
         return response.status, b"".join(response)
     finally:
@@ -290,8 +293,11 @@ def test_each_request_has_its_own_connection_unless_told_otherwise(upstream: Ups
         assert server.connections == 3
     keeping = Upstream(keepalive=True)
     with Server(serving_many) as server:
+        responses = []  # kept, so that nothing happens only because an object went away
         for _ in range(3):
-            fetch(keeping, request(server))
+            responses.append(keeping.send(request(server), Client()))
+            assert responses[-1].read_short() == b"hi"
+            responses[-1].close()
         assert server.connections == 1
         keeping.close()
 
@@ -311,16 +317,20 @@ def test_a_kept_connection_that_the_server_drops_is_replaced_unseen() -> None:
 
 
 def test_a_half_read_answer_is_not_kept() -> None:
+    cut = threading.Event()
+
     def handler(sock: socket.socket) -> None:
         read_request(sock)
         sock.sendall(OK + b"Content-Length: 10\r\n\r\nhello")
         assert closed_by_peer(sock)
+        cut.set()
 
     keeping = Upstream(keepalive=True)
     with Server(handler) as server:
         response = keeping.send(request(server), Client())
         assert next(response) == b"hello"
         response.close()
+        assert cut.wait(WAIT)
     keeping.close()
 
 
@@ -419,9 +429,11 @@ def test_a_hang_up_while_connecting(upstream: Upstream) -> None:
     client, begun = Client(), threading.Event()
     canceller = cancel_when(client, begun)
     threading.Timer(0.2, begun.set).start()
+    start = time.monotonic()
     try:
         with pytest.raises(ClientGone):
             upstream.send(request(f"http://127.0.0.1:{listener.getsockname()[1]}"), client)
+        assert time.monotonic() - start < 15  # the connect timeout is 30
     finally:
         canceller.join()
         for sock in [listener, *fillers]:
@@ -583,18 +595,87 @@ def test_more_than_announced_is_dropped(upstream: Upstream) -> None:
         assert fetch(upstream, request(server)) == (200, b"hi")
 
 
+# --- TLS --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 with its key in one file."""
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(path), "-out", str(path) + ".crt"]
+    subprocess.run(made, check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.crt").read_text())
+    return path
+
+
+def over_tls(certificate: Path, handler: Any) -> Any:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+
+    def run(sock: socket.socket) -> None:
+        try:
+            with context.wrap_socket(sock, server_side=True) as wrapped:
+                handler(wrapped)
+        except ssl.SSLError:
+            pass  # the client would not have it
+
+    return run
+
+
+def https(server: Server) -> UpstreamRequest:
+    return request(server.url.replace("http:", "https:"))
+
+
+def test_peers_over_tls_are_verified_and_streamed(certificate: Path) -> None:
+    sent = OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * 200_000) + chunk(b"")
+    trusting, doubting = Upstream(verify=f"{certificate}.crt"), Upstream()
+    with Server(over_tls(certificate, answering(sent))) as server:
+        assert fetch(trusting, https(server)) == (200, b"x" * 200_000)
+        with pytest.raises(UpstreamUnreachable, match="certificate verify failed"):
+            fetch(doubting, https(server))
+    trusting.close()
+    doubting.close()
+
+
+@pytest.mark.parametrize("first", [b"", OK + b"Content-Length: 10\r\n\r\nhello"])
+def test_a_hang_up_cuts_a_request_over_tls(certificate: Path, first: bytes) -> None:
+    client, asked, cut = Client(), threading.Event(), threading.Event()
+
+    def handler(sock: socket.socket) -> None:
+        read_request(sock)
+        sock.sendall(first)
+        asked.set()
+        try:
+            assert closed_by_peer(sock)
+        finally:
+            cut.set()
+
+    trusting = Upstream(verify=f"{certificate}.crt")
+    with Server(over_tls(certificate, handler)) as server:
+        canceller = cancel_when(client, asked)
+        with pytest.raises(ClientGone):
+            fetch(trusting, https(server), client)
+        assert cut.wait(WAIT)
+        canceller.join()
+    trusting.close()
+
+
 def test_what_we_rely_on_in_the_libraries() -> None:
     """Names beyond the documented interface: if one goes, this says so before anything odd happens."""
-    import http.client
+    import inspect
 
+    from requests.adapters import HTTPAdapter
     from urllib3.connection import HTTPConnection
     from urllib3.connectionpool import HTTPConnectionPool
     from urllib3.poolmanager import PoolManager
-    from urllib3.response import HTTPResponse
 
-    assert http.client.HTTPConnection.response_class is http.client.HTTPResponse
     assert callable(HTTPConnection._new_conn)
     assert HTTPConnection("host")._dns_host == "host"
     assert HTTPConnectionPool.ConnectionCls is HTTPConnection
+    assert callable(HTTPConnectionPool._put_conn)
     assert "http" in PoolManager().pool_classes_by_scheme
-    assert callable(HTTPResponse.release_conn)
+    used = inspect.getsource(HTTPAdapter.send)
+    assert "self.get_connection_with_tls_context(" in used and "self.build_response(" in used
+    making = inspect.getsource(HTTPConnectionPool._make_request)
+    assert "conn.request(" in making and "conn.getresponse()" in making and "response._connection =" in making
