@@ -81,9 +81,10 @@ class Clients:
     def _stream(self, model: str, chance: random.Random) -> str:
         with self._open(model) as stream:
             payloads = list(stream)
-            if stream.status == 200:
-                self._check(model, payloads[0])
-            return f"{stream.status} {'whole' if payloads[-1:] == ['[DONE]'] else 'cut'}"
+            if stream.status != 200:
+                return str(stream.status)
+            self._check(model, payloads[0])
+            return "200 whole" if payloads[-1] == "[DONE]" else "200 cut"
 
     def _hang_up(self, model: str, chance: random.Random) -> str:
         body = {"model": model, "messages": [], "stream": True}
