@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,6 +25,9 @@ _NEEDS_CONT = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SI
 
 #: SIGKILL is repeated for processes that were forked while it was delivered; a fork bomb is not chased for ever.
 _KILL_ROUNDS = 5
+
+#: Seconds after which a process that was in the middle of an exec has its new environment.
+_EXEC_PAUSE = 0.0005
 
 _GONE = (FileNotFoundError, ProcessLookupError)
 
@@ -174,7 +178,9 @@ def _check_signalable(pid: int) -> None:
 
 
 def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    """All processes but ourselves."""
+    me = os.getpid()
+    return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != me]
 
 
 def _in_session(pid: int, sid: int) -> bool:
@@ -188,16 +194,39 @@ def _in_session(pid: int, sid: int) -> bool:
         return stat is not None and stat.session == sid
 
 
-def _needle(token: str, variable: str = TOKEN_VARIABLE) -> bytes:
-    return os.fsencode(f"{variable}={token}")
+def _needle(token: str) -> bytes:
+    return os.fsencode(f"{TOKEN_VARIABLE}={token}")
 
 
-def _carries(pid: int, needle: bytes) -> bool:
-    """True if the environment the process was started with has this `NAME=value`."""
-    data = _read(f"/proc/{pid}/environ")
-    if not data or needle not in data:
+def _environments() -> Iterator[tuple[int, bytes]]:
+    """(pid, environment at its exec) of every other process that we may look into.
+
+    For some microseconds of an exec the new environment is empty; who is caught there is asked again.
+    """
+    in_exec = []
+    for pid in _pids():
+        data = _read(f"/proc/{pid}/environ")
+        if data:
+            yield pid, data
+        elif data is not None and _has_session(pid):
+            in_exec.append(pid)
+    in_exec = [pid for pid in in_exec if (stat := read_stat(pid)) and stat.alive]
+    if in_exec:
+        time.sleep(_EXEC_PAUSE)
+    for pid in in_exec:
+        data = _read(f"/proc/{pid}/environ")
+        if data:
+            yield pid, data
+
+
+def _has_session(pid: int) -> bool:
+    """False for the kernel's own threads, which have no environment either."""
+    try:
+        return os.getsid(pid) > 0
+    except ProcessLookupError:
         return False
-    return needle in data.split(b"\0")
+    except PermissionError:
+        return True
 
 
 def _session_is_ours(sid: int, root: Identity | None) -> bool:
@@ -211,24 +240,25 @@ def _session_is_ours(sid: int, root: Identity | None) -> bool:
 
 
 def _scan(sid: int | None, token: str | None, root: Identity | None = None) -> Iterator[Stat]:
-    """Every process, zombies included, of the session or with the token; never ourselves.
+    """Every process of the session, zombies included, and every living one with the token; never ourselves.
 
-    Membership is asked again after the identity was read, so that no stranger who got the number meanwhile is taken for
-    a member.
+    Membership is asked again after the identity was read, so that no stranger who got the number meanwhile is taken
+    for a member.
     """
-    if sid is not None and not _session_is_ours(sid, root):
-        sid = None
-    needle = _needle(token) if token else None
-    me = os.getpid()
-
-    def member(pid: int) -> bool:
-        return (sid is not None and _in_session(pid, sid)) or (needle is not None and _carries(pid, needle))
-
-    for pid in _pids():
-        if pid != me and member(pid):
+    found = set()
+    if sid is not None and _session_is_ours(sid, root):
+        for pid in _pids():
+            if _in_session(pid, sid) and (stat := read_stat(pid)) and _in_session(pid, sid):
+                found.add(pid)
+                yield stat
+    if not token:
+        return
+    needle = _needle(token)
+    for pid, data in _environments():
+        if pid not in found and needle in data and needle in data.split(b"\0"):
             stat = read_stat(pid)
-            # A zombie has lost its environment, so its second answer may differ; it only counts as dead anyway.
-            if stat is not None and (not stat.alive or member(pid)):
+            again = _read(f"/proc/{pid}/environ")
+            if stat and again is not None and (not again or needle in again):  # empty: in its next exec
                 yield stat
 
 
@@ -261,9 +291,8 @@ def tokens(prefix: str) -> list[tuple[Identity, str]]:
     """Living processes whose token starts with `prefix`, with that token: trees that no row may know any more."""
     start = _needle(prefix)
     found = []
-    for pid in _pids():
-        data = _read(f"/proc/{pid}/environ") if pid != os.getpid() else None
-        for entry in data.split(b"\0") if data and start in data else ():
+    for pid, data in _environments():
+        for entry in data.split(b"\0") if start in data else ():
             identity = Identity.of(pid) if entry.startswith(start) else None
             if identity is not None:
                 found.append((identity, os.fsdecode(entry.split(b"=", 1)[1])))
@@ -294,8 +323,8 @@ def signal_tree(sid: int, token: str, sig: int, root: Identity | None = None) ->
     reached: set[Identity] = set()
     for _ in range(_KILL_ROUNDS if sig == signal.SIGKILL else 1):
         before = len(reached)
-        for by_token in (None, token):
-            members = {i: stat for i, stat in _living(sid, by_token, root).items() if i not in reached}
+        for by_sid, by_token in ((sid, None), (None, token)):
+            members = {i: stat for i, stat in _living(by_sid, by_token, root).items() if i not in reached}
             if by_token and sig != signal.SIGKILL:
                 members = {i: stat for i, stat in members.items() if stat.session != sid}
             reached.update(_signal_members(sid, sig, members))
@@ -306,7 +335,7 @@ def signal_tree(sid: int, token: str, sig: int, root: Identity | None = None) ->
     return len(reached)
 
 
-def _living(sid: int, token: str | None, root: Identity | None) -> dict[Identity, Stat]:
+def _living(sid: int | None, token: str | None, root: Identity | None) -> dict[Identity, Stat]:
     boot = boot_id()
     return {Identity(s.pid, s.start_ticks, boot): s for s in _scan(sid, token, root) if s.alive}
 
@@ -357,8 +386,6 @@ def holders_of_file(path: str) -> list[Identity]:
     wanted = {real, f"{real} (deleted)"}
     found = []
     for pid in _pids():
-        if pid == os.getpid():
-            continue
         identity = Identity.of(pid)
         try:
             links = file_links(pid) if identity else []

@@ -356,6 +356,25 @@ def test_who_left_the_session_is_found_by_the_token(spawn: Spawner) -> None:
     eventually(lambda: not processes.token_members(TOKEN), "it is gone")
 
 
+def test_who_is_in_the_middle_of_an_exec_is_found(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is empty for a moment, also when its first one is back already (seen once in 200 spawns)."""
+    child = spawn("sleep", "100")
+    real, asked = proctree._read, 0
+
+    def caught(path: str) -> bytes | None:
+        nonlocal asked
+        if path == f"/proc/{child.pid}/environ":
+            asked += 1
+            if asked % 2:
+                return b""
+        return real(path)
+
+    monkeypatch.setattr(proctree, "_read", caught)
+    assert processes.token_members(TOKEN) == [child.identity]
+    asked = 0
+    assert processes.tokens(TOKEN) == [(child.identity, TOKEN)]
+
+
 def test_who_ignores_term_is_killed(spawn: Spawner) -> None:
     child = spawn.python(STUBBORN)
     spawn.wait_lines()
