@@ -107,7 +107,8 @@ def _folder(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
+        # Non-blocking, or a FIFO in the folder would stop the service for ever.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise _error("not a regular file", path)
             data = file.read(MAX_TEXT + 1)

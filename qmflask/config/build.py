@@ -128,7 +128,12 @@ def _patience(ctx: Context) -> int:
     own, inner = ctx.file.patience_ms, ctx.file.routing.scheduler.settings.fifo.patience_ms
     if own is not None and inner is not None and own != inner:
         path = ("routing", "scheduler", "settings", "fifo", "patienceMs")
-        ctx.error("patienceMs is set twice, and not to the same value", path, hint="keep one of the two")
+        ctx.error(
+            "patienceMs is set twice, and not to the same value",
+            path,
+            allowed="milliseconds, in one place",
+            hint="keep one of the two",
+        )
     chosen = inner if inner is not None else own
     return 60_000 if chosen is None else chosen
 
@@ -186,10 +191,13 @@ def _api_keys(ctx: Context) -> tuple[ApiKey, ...]:
         if not section.key:
             if not ctx.problems.failed_at((*path, "key")):
                 ctx.error(
-                    "empty api key found in apiKeys", path, hint="remove the entry, or set the variable it refers to"
+                    "empty api key found in apiKeys",
+                    path,
+                    allowed="a key of at least one character",
+                    hint="remove the entry, or set the variable it refers to",
                 )
         elif " " in section.key:
-            ctx.error(f"apiKeys[{number}]: api key cannot contain spaces", path)
+            ctx.error(f"apiKeys[{number}]: api key cannot contain spaces", path, allowed="text without spaces")
         else:
             models = tuple(glob for glob in section.models if glob)
             keys.append(ApiKey(key=section.key, name=section.name.strip(), models=models, admin=section.admin))

@@ -37,6 +37,7 @@ class Context:
     def key_error(self, message: str, path: Path, **more: Any) -> None:
         """Note an error about the last key of `path`."""
         if not self.problems.failed_at(path):
+            more.setdefault("value", None if is_secret(path[:-1]) else str(path[-1]))
             self.problems.error(message, locate(self.tree, path, key=True), path, **more)
 
     def warning(self, message: str, path: Path, code: str, **more: Any) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from qmflask.config.environment import is_masked
-from qmflask.config.problems import Path, Problems, nearest, shown
+from qmflask.config.problems import Path, Problems, dotted, nearest, shown
 from qmflask.config.scalars import kind_of
 from qmflask.config.schema import RootSection, Section
 from qmflask.config.yaml12 import Map, Node, Seq, locate, plain_data
@@ -53,7 +53,7 @@ def _report(detail: ErrorDetails, path: Path, root: Map, problems: Problems) -> 
         return
     simple = isinstance(value, str | int | float)
     problems.error(
-        context.get("said") or _sentence(detail),
+        context.get("said") or _sentence(detail, path),
         locate(root, path),
         path,
         value=None if is_secret(path) or not simple else value if isinstance(value, str) else repr(value),
@@ -63,8 +63,10 @@ def _report(detail: ErrorDetails, path: Path, root: Map, problems: Problems) -> 
     )
 
 
-def _sentence(detail: ErrorDetails) -> str:
+def _sentence(detail: ErrorDetails, path: Path) -> str:
     kind, value = detail["type"], detail["input"]
+    if path[:1] == ("profiles",) and len(path) < 3 and isinstance(value, list):
+        return f"{dotted(path)} uses the legacy list syntax of profiles; a profile is a mapping with pins now"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
         return f"expected a mapping, not {kind_of(value)}"
     if kind == "list_type":

@@ -100,7 +100,10 @@ def _values(
             values[reference.name] = _value(reference.name, environ)
         except LookupError as error:
             message = error.args[0]
-            problems.error(message, _mark(text, reference, file), hint=_hint(reference.name, environ))
+            written = text[reference.start : reference.end]
+            allowed = "a variable that is set, to one line of text"
+            hint = _hint(reference.name, environ)
+            problems.error(message, _mark(text, reference, file), value=written, allowed=allowed, hint=hint, code="env")
     return values
 
 
@@ -153,7 +156,9 @@ def _paste(
             problems.error(
                 f"environment variable '{name}' holds a value that changes the structure of the file here",
                 _mark(text, reference, file),
+                value=text[reference.start : reference.end],
                 allowed="a value that stays one piece of text",
+                code="env",
                 hint='quote the reference ("${env.' + name + '}"), or write the structure into the file',
             )
             del values[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from qmflask.config.command import strip_comment_lines
-from qmflask.config.decode import section_keys
+from qmflask.config.decode import is_secret, section_keys
 from qmflask.config.environment import is_masked
 from qmflask.config.macros import PID, PORT, Expander, Macros, declare, hint_for, leftovers, map_scalars, text_of
 from qmflask.config.problems import Mark, Path, Problems, dotted, shown
@@ -75,7 +75,14 @@ def _check_globals(tree: Map, macros: Macros, problems: Problems) -> None:
             continue
         for path, scalar, reference in leftovers(value, (name,)):
             text = f"{dotted(path)}: unknown macro '${{{reference}}}'"
-            problems.error(text, scalar.mark, path, hint=hint_for(reference, macros), code="macro")
+            _unknown_macro(problems, text, scalar, path, reference, macros)
+
+
+def _unknown_macro(problems: Problems, text: str, scalar: Scalar, path: Path, reference: str, macros: Macros) -> None:
+    names = ", ".join(list(macros.order)[:12]) or "none is declared"
+    value = None if is_secret(path) else scalar.text
+    hint = hint_for(reference, macros)
+    problems.error(text, scalar.mark, path, value=value, allowed=f"declared macros: {names}", hint=hint, code="macro")
 
 
 class _Models:
@@ -145,12 +152,12 @@ class _Models:
             name = text_of(self.expander.text(key, macros, mark))
             if name in entries:
                 text = f"model {shown(model)} filters.setParamsByID: two keys resolve to the same value {shown(name)!r}"
-                self.problems.error(text, mark, path)
+                self.problems.error(text, mark, path, value=key, allowed="each id once")
                 continue
             entries[name], marks[name] = value, mark
             for _path, _scalar, left in leftovers(Scalar(name, name, False, mark)):
                 text = f"unknown macro '${{{left}}}' found in model {shown(model)} filters.setParamsByID key"
-                self.problems.error(text, mark, path, hint=hint_for(left, macros), code="macro")
+                _unknown_macro(self.problems, text, Scalar(key, key, False, mark), path, left, macros)
         new = Map({**filters.entries, "setParamsByID": Map(entries, marks, by_id.mark)}, filters.marks, filters.mark)
         node.entries["filters"] = new
 
@@ -189,8 +196,7 @@ class _Models:
             if field_path == ("cmdStop",) and left == PID:
                 continue
             text = _leftover(name, field_path, left)
-            hint = hint_for(left, macros)
-            self.problems.error(text, scalar.mark, (*path, *field_path), hint=hint, code="macro")
+            _unknown_macro(self.problems, text, scalar, (*path, *field_path), left, macros)
 
 
 def _with_port(scalar: Scalar, port: int) -> Scalar:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from qmflask.config import environment
 from qmflask.config.build import build
@@ -12,12 +15,14 @@ from qmflask.config.decode import decode, section_keys, unknown_keys
 from qmflask.config.expand import Expanded, expand
 from qmflask.config.lint import lint
 from qmflask.config.merge import merge_files
-from qmflask.config.problems import ConfigError, Mark, Problem, Problems, shown
+from qmflask.config.problems import ConfigError, Mark, Path, Problem, Problems, shown, shown_path
 from qmflask.config.resolved import Config
 from qmflask.config.schema import Section
-from qmflask.config.yaml12 import Map, Node, YamlError, locate
+from qmflask.config.yaml12 import Map, Node, Seq, YamlError, locate
 from qmflask.config.yaml12 import build as build_tree
 
+#: A line that may hold a secret is not repeated in a message.
+_SECRET = re.compile("key|token|secret|passw", re.IGNORECASE)
 #: What may ask the file system about `store.path`; see `qmflask.configfiles.path_fault`.
 PathFault = Callable[[str], str | None]
 
@@ -76,6 +81,7 @@ def analyse(
     config: Config | None = None
     try:
         root = _tree(sources, environ, problems)
+        _with_paths(problems, root)
         config = _resolve(root, environ, strict, problems, path_fault)
     except YamlError as error:
         problems.error(str(error), error.mark(sources[0].name if sources else ""))
@@ -97,12 +103,31 @@ def _tree(sources: Sequence[Source], environ: Mapping[str, str], problems: Probl
             stream = environment.read(source.text, source.name, environ, problems)
             tree = build_tree(stream, source.name, problems)
         except YamlError as error:
-            problems.error(str(error), error.mark(source.name), code="yaml")
+            line = _line(source.text, error.line)
+            problems.error(str(error), error.mark(source.name), value=line, allowed="YAML 1.2", code="yaml")
             continue
         if tree is not None:
             trees.append(tree)
     name = sources[0].name if sources else ""
     return merge_files(trees, problems) or Map({}, {}, Mark(name, 1, 1))
+
+
+def _line(text: str, number: int) -> str | None:
+    """The line of a syntax error, unless it looks like a secret's."""
+    if number < 1:
+        return None
+    line = next(islice(_lines(text), number - 1, None), "").strip()
+    return None if not line or _SECRET.search(line) else line
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a text one by one, so that a huge one is not split for one line."""
+    at = 0
+    while at <= len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        yield text[at:end]
+        at = end + 1
 
 
 def _resolve(
@@ -127,10 +152,35 @@ def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
             continue
         note = problems.error if strict else problems.warning
         text = f"unknown key {shown(key)!r}"
-        hint = f"did you mean {close}?" if close else _listed(section)
-        note(text, mark, path, hint=hint, code="unknown_key")
+        hint = f"did you mean {close}?" if close else None
+        allowed = close or _listed(section)
+        note(text, mark, path, value=key, allowed=allowed, hint=hint, code="unknown_key")
 
 
 def _listed(section: type[Section]) -> str:
     keys = list(section_keys(section))
-    return f"known here: {', '.join(keys[:12])}{', ...' if len(keys) > 12 else ''}"
+    return f"{', '.join(keys[:12])}{', ...' if len(keys) > 12 else ''}"
+
+
+def _with_paths(problems: Problems, root: Map) -> None:
+    """Give each problem that was found in the text the dotted path of what stands at its place."""
+    if all(problem.path or not problem.line for problem in problems.found):
+        return
+    places = sorted(_places(root, ()), key=lambda place: place[:3])
+    marks = [place[:3] for place in places]
+    for number, problem in enumerate(problems.found):
+        if not problem.path and problem.line:
+            at = bisect_right(marks, (problem.file, problem.line, problem.column)) - 1
+            if at >= 0 and places[at][0] == problem.file:
+                problems.found[number] = replace(problem, path=shown_path(places[at][3]))
+
+
+def _places(node: Node, path: Path) -> Iterator[tuple[str, int, int, Path]]:
+    yield (*node.mark, path)
+    if isinstance(node, Map):
+        for key, value in node.entries.items():
+            yield (*node.marks[key], (*path, key))
+            yield from _places(value, (*path, key))
+    elif isinstance(node, Seq):
+        for number, item in enumerate(node.items):
+            yield from _places(item, (*path, number))

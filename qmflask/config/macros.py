@@ -66,7 +66,9 @@ def declare(node: Node | None, prefix: str, path: Path, problems: Problems) -> d
         if wrong:
             message, allowed = wrong
             mark = node.marks[name]
-            problems.error(f"{prefix}macro {shown(name)!r} {message}", mark, (*path, name), allowed=allowed)
+            written = value.text if isinstance(value, Scalar) else name
+            text = f"{prefix}macro {shown(name)!r} {message}"
+            problems.error(text, mark, (*path, name), value=written, allowed=allowed)
         elif isinstance(value, Scalar):
             found[name] = value.value
     return found

@@ -87,7 +87,7 @@ def _maps(first: Map, second: Map, path: Path, problems: Problems) -> Map:
         elif path in _IDENTITY:
             text = f'duplicate {_IDENTITY[path]} "{shown(key)}" found in {second.mark.file}'
             other = f"it is already in {first.marks[key].file} line {first.marks[key].line}"
-            problems.error(text, second.marks[key], (*path, key), hint=other)
+            problems.error(text, second.marks[key], (*path, key), value=key, allowed="each key in one file", hint=other)
         else:
             entries[key] = _merge(entries[key], value, (*path, key), problems)
     return Map(entries, marks, first.mark)

@@ -14,6 +14,8 @@ from qmflask.config.schema import ModelSection, PeerSection, ProfileSection, Sel
 from qmflask.config.sections import filters, timeouts
 from qmflask.config.urls import url_fault
 
+#: What a new name may be.
+_FREE = "a name that nothing else has"
 _STRATEGIES = ("warm", "pin", "spillover")
 
 
@@ -50,7 +52,7 @@ class Names:
             if alias in aliases:
                 text = f"duplicate alias {shown(alias)} found in model: {shown(model)}"
                 hint = f"it already names {shown(aliases[alias])}"
-                ctx.error(text, ("models", model, "aliases", number), hint=hint)
+                ctx.error(text, ("models", model, "aliases", number), allowed="names of one model only", hint=hint)
                 continue
             aliases[alias] = model
             own.append(alias)
@@ -62,10 +64,12 @@ class Names:
             if name == model or aliases.get(name) == model or not name:
                 continue
             if name in self.table.models:
-                ctx.key_error(f"{label} conflicts with an existing model ID", path, hint="each id becomes an alias")
+                ctx.key_error(
+                    f"{label} conflicts with an existing model ID", path, allowed=_FREE, hint="each id becomes an alias"
+                )
             elif name in aliases:
                 text = f"{label}: duplicate alias {shown(name)!r}, it already names {shown(aliases[name])}"
-                ctx.key_error(text, path, hint="each id becomes an alias of its model")
+                ctx.key_error(text, path, allowed=_FREE, hint="each id becomes an alias of its model")
             else:
                 aliases[name] = model
                 self.by_model[model].append(name)
@@ -75,7 +79,7 @@ class Names:
         offered = [(peer, section.models if section else []) for peer, section in sorted(peers.items())]
         for name, first, second in self.table.add_peers(offered):
             text = f"peer model name {shown(name)!r} is ambiguous between peers {shown(first)!r} and {shown(second)!r}"
-            ctx.error(text, ("peers", second, "models"), hint="rename one of the peers")
+            ctx.error(text, ("peers", second, "models"), allowed=_FREE, hint="rename one of the peers")
         for name, (peer, _model) in self.table.qualified.items():
             self._check_qualified(ctx, name, peer)
 
@@ -90,7 +94,7 @@ class Names:
         for hit, kind, path in taken:
             if hit:
                 text = f"{kind} {shown(name)!r} conflicts with fully qualified peer model name of peer {shown(peer)!r}"
-                ctx.key_error(text, path, hint="rename one of the two")
+                ctx.key_error(text, path, allowed=_FREE, hint="rename one of the two")
 
 
 def resolve(ctx: Context, names: Names, route: Route) -> dict[str, Any]:
@@ -133,7 +137,8 @@ def _peer(ctx: Context, name: str, section: PeerSection | None) -> Peer:
 
 def _unknown(target: str, names: Names) -> dict[str, str]:
     close = nearest(target, names.table.all(), 3)
-    return {"hint": f"did you mean {' or '.join(close)}?"} if close else {}
+    hint = {"hint": f"did you mean {' or '.join(close)}?"} if close else {}
+    return {"allowed": "a model, an alias, peer/model or a peer's model that only one peer has", **hint}
 
 
 def _selectors(ctx: Context, names: Names, route: Route) -> dict[str, Selector]:
@@ -162,13 +167,15 @@ def _selector_name(ctx: Context, name: str, names: Names) -> None:
     path: Path = ("selectors", name)
     label = f"selectors.{shown(name)}"
     if not name.strip():
-        ctx.key_error("selectors: selector names cannot be empty", path)
+        ctx.key_error("selectors: selector names cannot be empty", path, allowed=_FREE)
     elif name in names.table.models:
-        ctx.key_error(f"{label}: name conflicts with model ID {shown(name)!r}", path, hint="rename the selector")
+        ctx.key_error(
+            f"{label}: name conflicts with model ID {shown(name)!r}", path, allowed=_FREE, hint="rename the selector"
+        )
     elif name in names.table.aliases:
         model = shown(names.table.aliases[name])
         text = f"{label}: name conflicts with model alias {shown(name)!r} of model {model}"
-        ctx.key_error(text, path, hint="rename the selector or remove the alias")
+        ctx.key_error(text, path, allowed=_FREE, hint="rename the selector or remove the alias")
 
 
 def _strategy(ctx: Context, name: str, section: SelectorSection) -> str:
@@ -222,7 +229,10 @@ def _spillover(ctx: Context, name: str, section: SelectorSection, models: list[s
     fault = route.together_fault(models) if len(models) > 1 else None
     if fault:
         ctx.error(
-            f"{label}.targets {fault}", ("selectors", name, "targets"), hint="spillover needs them loaded at once"
+            f"{label}.targets {fault}",
+            ("selectors", name, "targets"),
+            allowed="models that may run together",
+            hint="spillover needs them loaded at once",
         )
 
 
@@ -230,14 +240,14 @@ def _profile(ctx: Context, name: str, section: ProfileSection, names: Names, rou
     path: Path = ("profiles", name)
     label = f"profiles.{shown(name)}"
     if not name.strip():
-        ctx.key_error("profiles: profile names cannot be empty", path)
+        ctx.key_error("profiles: profile names cannot be empty", path, allowed="any text")
     if not section.pins and not ctx.problems.failed_at((*path, "pins")):
         ctx.key_error(f"{label}.pins must contain at least one entry", path, allowed="name: target")
     pins: dict[str, str] = {}
     for pin, target in section.pins.items():
         place: Path = (*path, "pins", pin)
         if not pin.strip():
-            ctx.key_error(f"{label}: pin names cannot be empty", place)
+            ctx.key_error(f"{label}: pin names cannot be empty", place, allowed="any text")
         if target and names.table.resolve(target) is None:
             text = f'{label}.pins.{shown(pin)} references unknown model "{shown(target)}"'
             ctx.error(text, place, **_unknown(target, names))

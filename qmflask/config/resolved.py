@@ -320,7 +320,7 @@ class Config(_Frozen):
     hold: Hold = "tools"
     hold_ms: int = 10_000
     on_shutdown: Literal["stop", "keep"] = "stop"
-    max_body: int = 0
+    max_body: int = 1024**3
     strict: bool = False
     idle_stream_timeout: float = 300
 

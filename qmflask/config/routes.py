@@ -83,10 +83,10 @@ def _sources(ctx: Context) -> _Sources:
     ]
     if len(old) == 2:
         text = "cannot use both groups and matrix: they are two answers to what may run together"
-        ctx.key_error(text, _LEGACY_MATRIX, hint="keep one of the two")
+        ctx.key_error(text, _LEGACY_MATRIX, allowed="one of groups and matrix", hint="keep one of the two")
     elif old and new:
         text = f"top-level {old[0]} cannot stand beside {new[0]}: migrate it to routing.router.settings.{old[0]}"
-        ctx.key_error(text, (old[0],))
+        ctx.key_error(text, (old[0],), allowed="one of the two places")
     if old:
         chosen: Literal["group", "matrix"] = "matrix" if old == ["matrix"] else "group"
         return chosen, file.groups, _LEGACY_GROUPS, file.matrix, _LEGACY_MATRIX
@@ -97,7 +97,7 @@ def _sources(ctx: Context) -> _Sources:
         ctx.error(text, ("routing", "router", "use"), allowed="group, matrix", hint=hint)
     if router.use == "matrix" and settings.matrix is None and not ctx.problems.failed_at(_MATRIX):
         text = "routing.router.settings.matrix is not set, though routing.router.use is matrix"
-        ctx.error(text, ("routing", "router", "use"))
+        ctx.error(text, ("routing", "router", "use"), allowed="matrix with its settings, or group")
     use: Literal["group", "matrix"] = "matrix" if router.use == "matrix" else "group"
     return use, settings.groups, _GROUPS, settings.matrix, _MATRIX
 
@@ -162,7 +162,7 @@ def _members(
             text = (
                 f'group "{shown(group)}" names the unknown model "{shown(member)}": no model config for {shown(member)}'
             )
-            ctx.error(text, path, hint=hint)
+            ctx.error(text, path, allowed="ids of models", hint=hint)
         elif model in owner:
             _twice(ctx, model, owner[model], group, path)
         else:
@@ -214,7 +214,7 @@ def _check_var(ctx: Context, name: str, model: str, base: Path, table: NameTable
     path = (*base, "vars", name)
     if not (1 <= len(name) <= 32 and all(char.isascii() and (char.isalnum() or char in "-.") for char in name)):
         rule = "must contain only alphanumeric characters, - and ., and be 1-32 long"
-        ctx.key_error(f"matrix.vars: {shown(name)!r} {rule}", path)
+        ctx.key_error(f"matrix.vars: {shown(name)!r} {rule}", path, allowed="letters, digits, - and .")
     if model not in table.models:
         text = f'matrix.vars.{shown(name)} references unknown model "{shown(model)}"'
         hint = f"it is an alias of {shown(table.aliases[model])}" if model in table.aliases else None
@@ -226,12 +226,15 @@ def _costs(ctx: Context, section: MatrixSection, base: Path, names: Mapping[str,
     for name, cost in section.evict_costs.items():
         path = (*base, "evict_costs", name)
         if name not in names:
-            ctx.key_error(f'matrix.evict_costs: unknown var or model "{shown(name)}"', path)
+            close = nearest(name, names)
+            hint = f"did you mean {close[0]}?" if close else None
+            text = f'matrix.evict_costs: unknown var or model "{shown(name)}"'
+            ctx.key_error(text, path, allowed="vars and ids of models", hint=hint)
         elif cost <= 0:
             ctx.error(f"matrix.evict_costs.{shown(name)} must be a positive integer", path, allowed="1 or more")
         elif names[name] in costs and costs[names[name]] != cost:
             text = f"matrix.evict_costs: model {shown(names[name])!r} has two costs, by its id and by a var"
-            ctx.error(text, path, hint="keep one of the two")
+            ctx.error(text, path, allowed="one cost for each model", hint="keep one of the two")
         else:
             costs[names[name]] = cost
     return costs
@@ -245,7 +248,8 @@ def _priority(ctx: Context, given: Mapping[str, int], table: NameTable) -> dict[
         if model is None:
             text = f'routing.scheduler.settings.fifo.priority references unknown model "{shown(name)}"'
             close = nearest(name, [*table.models, *table.aliases])
-            ctx.key_error(text, (*base, name), hint=f"did you mean {close[0]}?" if close else None)
+            hint = f"did you mean {close[0]}?" if close else None
+            ctx.key_error(text, (*base, name), allowed="models and aliases", hint=hint)
         elif model not in found or name == model:
             if model in found and found[model] != value:
                 text = f"the model {shown(model)!r} has two priorities, by its id and by an alias; its id's counts"

@@ -279,7 +279,9 @@ def _scalar_value(event: Event, problems: Problems, mark: Mark) -> Any:
         "timestamp": isinstance(value, Timestamp),
     }
     if not fits.get(kind, True):
-        problems.error(f"{shown(event.value)!r} is not of the tagged type !!{kind}", mark, value=event.value)
+        problems.error(
+            f"{shown(event.value)!r} is not of the tagged type !!{kind}", mark, value=event.value, allowed=kind
+        )
     return value
 
 
@@ -348,9 +350,10 @@ class _Composer:
                 f"unknown anchor {name!r}: *{name} is used, but no &{name} stands above it in this file",
                 mark,
                 value=f"*{name}",
+                allowed="anchors above",
             )
         elif getattr(node, "anchor_open", False):
-            self.problems.error(f"anchor {name!r} contains itself", mark, value=f"*{name}")
+            self.problems.error(f"anchor {name!r} contains itself", mark, value=f"*{name}", allowed="anchors above")
             node = None
         return Scalar(None, "", True, mark) if node is None else node
 
@@ -363,7 +366,7 @@ class _Composer:
         for (event, key), (_event, value) in zip(parts[::2], parts[1::2], strict=True):
             mark = Mark(self.file, event.line, event.column)
             if not isinstance(key, Scalar):
-                self.problems.error("a mapping key must be plain text, not a list or mapping", mark)
+                self.problems.error("a mapping key must be plain text, not a list or mapping", mark, allowed="text")
                 continue
             if key.text in seen:
                 text = f"duplicate key {shown(key.text)!r}: mapping key already defined at line {seen[key.text]}"
