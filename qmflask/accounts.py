@@ -29,7 +29,7 @@ from qmflask.memory.watchdog import ResidentView, Shed, Watch, watch
 from qmflask.meter import Measured, Meter
 from qmflask.policy.rules import Rules
 from qmflask.states import Phase, State
-from qmflask.store import Store, reading, scheduling
+from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, SwapRow
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Accounts:
     def _in_ram(view: ModelView, measured: Measured) -> bool:
         return view.pool == "ram" and view.model in measured.ram
 
-    def _retry_early(self, tx: Any, rows: Mapping[str, ProcessRow], measured: Measured) -> None:
+    def _retry_early(self, tx: Transaction, rows: Mapping[str, ProcessRow], measured: Measured) -> None:
         """A start that ran out of memory may be tried again as soon as 5 % more is free."""
         free = self._free(measured)
         for row in rows.values():

@@ -17,7 +17,7 @@ from qmflask.router import Router
 from qmflask.runtime import Runtime, complain, source_path, state_path
 from qmflask.shutdown import stop_models
 from qmflask.store import StoreError
-from qmflask.web import access, configuration, inference, logs, models, operations
+from qmflask.web import access, configuration, inference, logs, memory, models, operations
 from qmflask.web.answers import error_answer
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=_runtime.forget)
 def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     """The Flask application over a source of this process's Router."""
     app = Flask("qmflask", static_folder=None)
-    for module in (inference, models, operations, configuration, access, logs):
+    for module in (inference, models, operations, configuration, access, logs, memory):
         app.register_blueprint(module.blueprint(router))
     app.register_error_handler(QmflaskError, _known_error)
     app.register_error_handler(ClientGone, _client_gone)

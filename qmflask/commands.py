@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +10,7 @@ from typing import Protocol
 from qmflask import errors
 from qmflask.config import Config
 from qmflask.states import DOWN, Phase, State
-from qmflask.store import Store, reading, scheduling
+from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, RequestRow, SwapRow
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Commands:
             self._trees.signal_stop(row)
         return woken
 
-    def _abandon(self, tx: sqlite3.Connection, swap: SwapRow) -> list[ProcessRow]:
+    def _abandon(self, tx: Transaction, swap: SwapRow) -> list[ProcessRow]:
         """Drop a swap whose target must not start: starting -> stopping, draining victims are ready again."""
         _revive_victims(tx, swap.victims)
         scheduling.close_swap(tx, swap.id)
@@ -133,7 +132,7 @@ class Commands:
         with self._store.write(self._generation) as tx:
             return scheduling.finish(tx, [row.id])
 
-    def _refuse_waiting(self, tx: sqlite3.Connection, row: RequestRow) -> set[str]:
+    def _refuse_waiting(self, tx: Transaction, row: RequestRow) -> set[str]:
         """Whoever waits for an unloaded model gets 503 at once; what came after the unload is not touched."""
         waiting = [
             request.id
@@ -144,7 +143,7 @@ class Commands:
         error = errors.ModelUnloaded(f"{name} unloaded while the request waited; ask again to load it", retry_after=1)
         return scheduling.fail(tx, waiting, error)
 
-    def _begin_unload(self, tx: sqlite3.Connection, model: str, now: int) -> list[ProcessRow]:
+    def _begin_unload(self, tx: Transaction, model: str, now: int) -> list[ProcessRow]:
         """ready -> draining (stopping when idle), starting -> stopping; returns the rows to signal."""
         row = reading.process(tx, model)
         for swap in reading.swaps(tx):
@@ -190,7 +189,7 @@ def next_deadline(processes: dict[str, ProcessRow]) -> int | None:
     )
 
 
-def _revive_victims(tx: sqlite3.Connection, victims: tuple[str, ...]) -> None:
+def _revive_victims(tx: Transaction, victims: tuple[str, ...]) -> None:
     for name in victims:
         row = reading.process(tx, name)
         if row is not None and row.state is State.DRAINING and row.deadline == 0:

@@ -12,6 +12,9 @@ from pathlib import Path
 from qmflask import errors
 from qmflask.store.schema import FORGET_ON_BOOT, SCHEMA, SCHEMA_VERSION
 
+#: An open transaction, as the functions of this package take it; made by `Store.write` and `Store.read`.
+Transaction = sqlite3.Connection
+
 #: How long a statement waits for another process's write transaction, in milliseconds.
 BUSY_TIMEOUT_MS = 5000
 

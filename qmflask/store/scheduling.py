@@ -10,7 +10,7 @@ from typing import Any
 
 from qmflask.errors import QmflaskError
 from qmflask.states import Phase, State, check_transition
-from qmflask.store import reading
+from qmflask.store import counters, reading
 from qmflask.store.database import Store
 from qmflask.store.rows import ProcessRow
 
@@ -23,6 +23,7 @@ def take_office(store: Store, worker: str, now: int) -> int:
             " schedule_version = schedule_version + 1 RETURNING generation",
             (worker, now),
         ).fetchone()
+        counters.count(tx, "leader_changes")
         return int(row["generation"])
 
 
@@ -56,7 +57,44 @@ def set_state(tx: sqlite3.Connection, model: str, new: State, reason: str | None
     columns = {"state": new.value, "reason": reason, "changed_wall": time.time(), **columns}
     update_process(tx, model, **columns)
     tx.execute("UPDATE processes SET generation = (SELECT generation FROM scheduler) WHERE model = ?", (model,))
+    _count(tx, model, new, reason, columns)
     bump(tx)
+
+
+def _count(tx: sqlite3.Connection, model: str, new: State, reason: str | None, columns: Mapping[str, Any]) -> None:
+    """What operators count of states: starts, loads with their time, stops by cause, failed starts by code."""
+    tally = counters.Tally()
+    if new is State.STARTING:
+        tally.add("model_starts", (model,))
+    elif new is State.READY and columns.get("load_ms") is not None:
+        tally.observe("model_load_seconds", (model,), columns["load_ms"] / 1000)
+    elif new is State.STOPPING:
+        tally.add("model_stops", (model, stop_cause(reason)))
+        if columns.get("failure_code"):
+            tally.add("model_start_failures", (model, str(columns["failure_code"])))
+    counters.write(tx, tally)
+
+
+def stop_cause(reason: str | None) -> str:
+    """The kind of a stop, from its reason for people: few words, fit for a label."""
+    text = (reason or "").lower()
+    return next((cause for mark, cause in _CAUSES if mark in text), "other")
+
+
+#: Looked for in this order: a reason may name the model it was stopped for.
+_CAUSES = (
+    ("evicted for", "evicted"),
+    ("exited by itself", "crash"),
+    ("out of memory", "out_of_memory"),
+    ("start failed", "start_failed"),
+    ("aborted", "aborted"),
+    ("pressure", "pressure"),
+    ("ttl", "ttl"),
+    ("unload", "unload"),
+    ("service stopped", "shutdown"),
+    ("configuration", "reload"),
+    ("changed", "reload"),
+)
 
 
 def update_process(tx: sqlite3.Connection, model: str, **columns: Any) -> None:
@@ -94,6 +132,7 @@ def open_swap(
         " VALUES (?, ?, ?, ?, ?, ?, (SELECT generation FROM scheduler))",
         (target, json.dumps(list(victims)), json.dumps(list(blockers)), reason, Phase.DRAINING.value, now),
     )
+    counters.count(tx, "swaps", target)
     bump(tx)
     assert cursor.lastrowid is not None
     return cursor.lastrowid

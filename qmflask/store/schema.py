@@ -1,5 +1,7 @@
 """The tables of `state.db` and what they mean; no code."""
 
+from qmflask.store.counters import SCHEMA as COUNTERS
+
 #: Major version in `PRAGMA user_version`. Code that meets a higher one does not stand for election.
 SCHEMA_VERSION = 1
 
@@ -118,6 +120,7 @@ CREATE TABLE IF NOT EXISTS floors (                -- lowest trusted foreign use
     PRIMARY KEY (device, boot_id)
 ) WITHOUT ROWID;
 """
+SCHEMA += COUNTERS
 
 #: What another boot makes meaningless.
 FORGET_ON_BOOT = """
