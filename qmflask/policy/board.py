@@ -160,14 +160,13 @@ class Board:
         self._moved(model)
 
     def start(self, target: str, victims: tuple[str, ...], blockers: tuple[str, ...]) -> None:
-        """Open a swap: idle victims stop, busy ones drain."""
+        """Open a swap: its victims drain, which takes no time where they are idle."""
         swap = SwapView(0, target, victims, blockers=blockers)
         for victim in victims:
             self.victim_of[victim] = swap
             view = self.processes.get(victim)
             if view is not None and view.state is State.READY:
-                state = State.DRAINING if view.leases else State.STOPPING
-                self.processes[victim] = replace(view, state=state, stop_reason="evicted")
+                self.processes[victim] = replace(view, state=State.DRAINING, stop_reason="evicted")
         self.swaps[target] = swap
         self._moved(target, *victims)
 
