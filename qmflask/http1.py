@@ -45,6 +45,7 @@ class HeadReader:
 
     def __init__(self) -> None:
         self._data = b""
+        self._searched = 0  # so many bytes hold no end: a head that drips must not be searched over and over
         self._informational = 0
 
     @property
@@ -58,14 +59,16 @@ class HeadReader:
         while True:
             if not b"HTTP/".startswith(data[:5]):
                 raise Malformed(f"did not answer in HTTP but with {data[:40]!r}")
-            end = _HEAD_END.search(data)
+            end = _HEAD_END.search(data, max(0, self._searched - 3))
             if end is None or end.start() > MAX_HEAD:
+                self._searched = len(data)
                 if len(data) > MAX_HEAD:
                     raise Malformed(f"sent more than {MAX_HEAD} bytes of headers")
                 return None
             head = _parse_head(data[: end.start()], data[end.end() :])
             if head.status >= 200:
                 return head
+            self._searched = 0
             self._informational += 1
             if head.status == 101 or self._informational > MAX_INFORMATIONAL:
                 raise Malformed(f"sent status {head.status} where an answer was due")
@@ -174,6 +177,7 @@ class ChunkedBody:
         if self._rest:
             data, self._rest = self._rest + data, b""
         position, size, out = 0, len(data), []
+        in_chunk = self._in_chunk
         while True:
             if left:
                 piece = data[position : position + left]
@@ -183,10 +187,10 @@ class ChunkedBody:
                 if left:
                     break
             line_end = data.find(b"\n", position)
-            if self._in_chunk and line_end >= 0:
-                if data[position:line_end] not in (b"\r", b""):
+            if in_chunk and line_end >= 0:
+                if line_end - position > 1 or data[position:line_end] not in (b"\r", b""):
                     raise Malformed("sent a chunk longer than its announced size")
-                self._in_chunk = False
+                in_chunk = False
                 position = line_end + 1
                 line_end = data.find(b"\n", position)
             if line_end < 0:
@@ -203,10 +207,10 @@ class ChunkedBody:
                 continue
             left = _chunk_size(line)
             if left:
-                self._in_chunk = True
+                in_chunk = True
             else:
                 self._trailer_bytes = 0
-        self._left = left
+        self._left, self._in_chunk = left, in_chunk
         return out[0] if len(out) == 1 else b"".join(out)
 
     def end(self) -> None:
