@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 SECOND = 1_000_000_000
 #: A card sample older than this tells nothing: its driver hangs.
 STALE_INTERVALS = 4
+#: Cards that have not answered for this long tell a swap in reclaim nothing any more.
+UNREADABLE = 3 * SECOND
 
 
 class Accounts:
@@ -218,7 +220,7 @@ class Accounts:
         deadline = now + int(config.reclaim_timeout * SECOND)
         gates = []
         for pool in self._pools(config):
-            state = self._state(pool, config, rules)
+            state = self._state(pool, rules, self._limit(config))
             if state is None:
                 continue
             victims = {name: state.holds.get(name, 0) for name in swap.victims}
@@ -238,12 +240,12 @@ class Accounts:
         for pool in ("vram", "ram"):
             gates = [gate for row in waiting for gate in gates_of(row) if gate.pool == pool]
             if gates:
-                state = self._state(pool, config, rules) if pool in self._pools(config) else None
+                state = self._state(pool, rules, UNREADABLE) if pool in self._pools(config) else None
                 for result in look_all(gates, state, now):
                     found[result.gate.swap].append(result)
         return found
 
-    def _state(self, pool: str, config: Config, rules: Rules) -> PoolState | None:
+    def _state(self, pool: str, rules: Rules, limit: int) -> PoolState | None:
         """One pool now: from the cards' own thread, or from the kernel; sizes of our trees as last measured."""
         measured = self.meter.latest()
         if measured is None:
@@ -259,7 +261,7 @@ class Accounts:
             host = self.meter.host.memory()
             ram = {model: memory.returns for model, memory in measured.ram.items()}
             return PoolState(host.used, host.available, ram, starting)
-        sample = fresh(self.meter.gpu.latest(), time.monotonic_ns(), self._limit(config))
+        sample = fresh(self.meter.gpu.latest(), time.monotonic_ns(), limit)
         if sample is None:
             return None
         return PoolState(sample.used, sample.total - sample.used, holdings(sample, measured.models), starting)

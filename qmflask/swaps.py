@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from qmflask import errors
-from qmflask.accounts import Accounts
+from qmflask.accounts import UNREADABLE, Accounts
 from qmflask.config import Config
 from qmflask.memory.oom import OutOfMemory
 from qmflask.memory.reclaim import Look
@@ -23,8 +23,6 @@ log = logging.getLogger(__name__)
 
 #: When cards that were asked have not answered, they are asked again after this time.
 LOOK_AGAIN = 50 * MILLISECOND
-#: Cards that have not answered for this long tell a swap in reclaim nothing any more.
-UNREADABLE = 3 * SECOND
 #: A spawn lock that is taken is tried again after this time.
 LOCK_AGAIN = 20 * MILLISECOND
 
@@ -53,6 +51,7 @@ class Swaps:
         self.woken: set[str] = set()
         #: When `advance` must run again though nothing happens (monotonic ns), 0: no need.
         self.next_look = 0
+        self._reclaim_due = 0
         self._looked_at = 0
 
     def open(self, tx: Transaction, action: StartSwap, config: Config, rules: Rules, now: int) -> list[str]:
@@ -150,13 +149,17 @@ class Swaps:
         with self._store.read() as tx:
             rows = reading.processes(tx)
             swaps = reading.swaps(tx)
+        self.next_look = 0
         moved = False
         for swap in swaps:
             if swap.phase is Phase.DRAINING:
                 moved |= self._advance_draining(swap, config, rules, now)
             elif swap.phase in (Phase.STOPPING, Phase.STARTING):
                 moved |= self._advance_stopping(swap, rows, config, now)
-        return self._advance_reclaim(config, rules, now) or moved
+        moved |= self._advance_reclaim(config, rules, now)
+        if self._reclaim_due:
+            self.next_look = min(self.next_look or self._reclaim_due, self._reclaim_due)
+        return moved
 
     def _advance_draining(self, swap: SwapRow, config: Config, rules: Rules, now: int) -> bool:
         with self._store.read() as tx:
@@ -186,7 +189,7 @@ class Swaps:
                 scheduling.set_phase(tx, swap.id, Phase.RECLAIM)
             sample = self._meter.gpu.latest()
             self._looked_at = sample.at if sample is not None else 0
-            self.next_look = 0
+            self._reclaim_due = 0
             return True
         return self._start(swap, rows, config, now)
 
@@ -207,9 +210,12 @@ class Swaps:
         with self._store.read() as tx:
             rows = reading.processes(tx)
             waiting = [swap for swap in reading.swaps(tx) if swap.phase is Phase.RECLAIM]
-        if not waiting or not self._due_for_look(now):
+        if not waiting:
+            self._reclaim_due = 0
             return False
-        self.next_look = 0
+        if not self._due_for_look(now):
+            return False
+        self._reclaim_due = 0
         moved = False
         for swap in waiting:
             looks = self._accounts.look(waiting, config, rules, now)[swap.id]
@@ -227,13 +233,13 @@ class Swaps:
         """Whether there is something new to see: a card sample that no look has used, or else the pause is over."""
         sample = self._meter.gpu.latest()
         if sample is None or not sample.total:
-            return now >= self.next_look
+            return now >= self._reclaim_due
         if sample.at != self._looked_at:
             self._looked_at = sample.at
             return True
-        if now >= self.next_look:  # the pause is over: have the cards read again, and come back when they answer
+        if now >= self._reclaim_due:  # the pause is over: have the cards read again, and come back when they answer
             self._meter.gpu.ask()
-            self.next_look = now + LOOK_AGAIN
+            self._reclaim_due = now + LOOK_AGAIN
         return now - sample.at > UNREADABLE
 
     def _wait_for_memory(self, swap: SwapRow, looks: list[Look]) -> None:
@@ -242,7 +248,7 @@ class Swaps:
             gates = json.dumps([look.gate.to_json() for look in looks])
             scheduling.set_phase(tx, swap.id, Phase.RECLAIM, reclaim=gates)
         due = min(look.next_look for look in looks if not look.passed)
-        self.next_look = due if not self.next_look else min(self.next_look, due)
+        self._reclaim_due = due if not self._reclaim_due else min(self._reclaim_due, due)
 
     def _not_given_back(self, swap: SwapRow, look: Look) -> errors.InsufficientMemory:
         holders = self._accounts.holders()

@@ -123,9 +123,13 @@ def test_killed_leader_costs_no_stream_and_no_model(start_service: StartService)
     (before,) = service.running()
     leader = service.leader()
     with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(service.stream("alpha")) for _ in range(8)]
-        spared = [stream for stream in streams if worker_of(service, stream) != leader]
-        assert spared, "all eight connections went to one worker"
+        spared: list[Stream] = []
+        for _ in range(14):  # which worker accepts is chance, so as many as it takes
+            stream = stack.enter_context(service.stream("alpha"))
+            if worker_of(service, stream) != leader:
+                spared.append(stream)
+                break
+        assert spared, "all connections went to one worker"
         for stream in spared:
             next(iter(stream))
         os.kill(leader, signal.SIGKILL)
