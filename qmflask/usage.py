@@ -15,6 +15,8 @@ import orjson
 
 #: Bytes of a body or of one event's line that are kept to be read; longer ones are not counted.
 MAX_KEPT = 8 * 1024 * 1024
+#: The same for answers that do not call themselves JSON: enough for an error message.
+MAX_OTHER = 64 * 1024
 MAX_MESSAGE = 500
 
 _COUNTERS = (b'"usage"', b'"timings"', b'"metrics"')
@@ -46,7 +48,9 @@ class UsageReader:
 
     def __init__(self, path: str, content_type: str = "", content_encoding: str = "") -> None:
         self._path = path
-        self._stream = "text/event-stream" in content_type.lower()
+        kind = content_type.lower()
+        self._stream = "text/event-stream" in kind
+        self._limit = MAX_KEPT if "json" in kind else MAX_OTHER
         self._encoded = content_encoding.lower().strip() not in ("", "identity")
         self._decoder = _decoder(content_encoding)
         self.decode_failed = self._encoded and self._decoder is None
@@ -61,21 +65,23 @@ class UsageReader:
             data = self._decode(data)
         if self._stream:
             self._feed_events(data)
-        elif self._size <= MAX_KEPT:
+        elif self._size <= self._limit:
             self._size += len(data)
             self._kept.append(data)
+            if self._size > self._limit:  # a cut body is no JSON; keep only what a message may be read from
+                self._kept = [b"".join(self._kept)[:MAX_OTHER]]
 
     def tokens(self) -> Tokens:
         """The counts of all that was fed."""
         if self._stream:
             self._event_line(self._rest)
             return self._counts.tokens()
-        if self._size > MAX_KEPT:
+        if self._size > self._limit:
             return NOTHING
         return tokens_of(self._path, b"".join(self._kept))
 
     def body(self) -> bytes:
-        """The start of a body that is no stream: all of it, for bodies within `MAX_KEPT`."""
+        """A body that is no stream: all of it if it was short enough to be read, else its start."""
         return b"".join(self._kept)
 
     def _decode(self, data: bytes) -> bytes:

@@ -130,3 +130,15 @@ def test_an_endless_line_is_not_kept() -> None:
     for _ in range(20):
         reader.feed(b"data: " + b"x" * 1_000_000)
     assert len(reader._rest) <= 8 * 1024 * 1024 + 1_000_006
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("application/json", 8_000_000), ("audio/wav", 64 * 1024), ("", 64 * 1024)])
+def test_long_answers_are_not_kept(kind: str, kept: int) -> None:
+    reader = UsageReader("/x", kind)
+    for _ in range(20):
+        reader.feed(b"x" * 1_000_000)
+    assert reader.tokens() == NOTHING
+    assert len(reader.body()) == 64 * 1024
+    short = UsageReader("/x", kind)
+    short.feed(b"x" * kept)
+    assert len(short.body()) == kept
