@@ -167,10 +167,11 @@ def _with_paths(problems: Problems, root: Map) -> None:
     if all(problem.path or not problem.line for problem in problems.found):
         return
     places = sorted(_places(root, ()), key=lambda place: place[:3])
-    marks = [place[:3] for place in places]
+    marks = [Mark(*place[:3]) for place in places]
     for number, problem in enumerate(problems.found):
         if not problem.path and problem.line:
-            at = bisect_right(marks, (problem.file, problem.line, problem.column)) - 1
+            mark = problem.near or Mark(problem.file, problem.line, problem.column)
+            at = bisect_right(marks, mark) - 1
             if at >= 0 and places[at][0] == problem.file:
                 problems.found[number] = replace(problem, path=shown_path(places[at][3]))
 

@@ -68,6 +68,8 @@ class Problem:
     allowed: str | None = None
     hint: str | None = None
     code: str = ""
+    #: Where what it is about stands, if that is not where the problem was seen (a duplicate key's first use).
+    near: Mark | None = None
 
     def text(self) -> str:
         """One printable line: `file:line:col: models.x.ttl: message (got ...; allowed: ...; hint)`."""

@@ -362,17 +362,17 @@ class _Composer:
         if isinstance(container, _RawSeq):
             container.items = [node for _event, node in parts]
             return
-        seen: dict[str, int] = {}
+        seen: dict[str, Mark] = {}
         for (event, key), (_event, value) in zip(parts[::2], parts[1::2], strict=True):
             mark = Mark(self.file, event.line, event.column)
             if not isinstance(key, Scalar):
                 self.problems.error("a mapping key must be plain text, not a list or mapping", mark, allowed="text")
                 continue
             if key.text in seen:
-                text = f"duplicate key {shown(key.text)!r}: mapping key already defined at line {seen[key.text]}"
-                self.problems.error(text, mark, value=key.text, allowed="each key once")
+                text = f"duplicate key {shown(key.text)!r}: mapping key already defined at line {seen[key.text].line}"
+                self.problems.error(text, mark, value=key.text, allowed="each key once", near=seen[key.text])
                 continue
-            seen[key.text] = event.line
+            seen[key.text] = mark
             container.pairs.append((event._replace(value=key.text, plain=key.plain), value))
 
 

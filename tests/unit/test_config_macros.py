@@ -212,7 +212,8 @@ models:
 
 
 def test_environment_values_are_pasted_as_text() -> None:
-    text = 'models:\n  m:\n    cmd: "x ${PORT} ${env.Q}"\n    name: ${env.Q}\n    ttl: ${env.N}\n  ${env.ID}: {cmd: "${PORT}"}'
+    text = 'models:\n  m:\n    cmd: "x ${PORT} ${env.Q}"\n    name: ${env.Q}\n    ttl: ${env.N}\n'
+    text += '  ${env.ID}: {cmd: "${PORT}"}'
     found = config(text, Q='a\\b"c', N="30", ID="given")
     assert found.models["m"].cmd == 'x 5801 a\\b"c'
     assert found.models["m"].name == 'a\\\\b\\"c'  # the escapes stay visible outside of double quotes

@@ -101,7 +101,7 @@ def test_folder_rules(tmp_path: Path) -> None:
         read_sources(tmp_path / "a.yaml", tmp_path)
     other = tmp_path.parent / f"{tmp_path.name}.yaml"
     other.write_text("startPort: 7000", encoding="utf-8")
-    assert [Path(source.name) for source in read_sources(other, tmp_path)][0] == other
+    assert read_sources(other, tmp_path)[0].name == str(other)
     assert load_path(tmp_path, {}).config == Config()
 
 

@@ -1,4 +1,4 @@
-"""What keys mean together: inheritance, limits, aliases, routing, peers, selectors, profiles (compatibility 1.3-1.13)."""
+"""What keys mean together: inheritance, limits, routing, peers, selectors, profiles (compatibility 1.3-1.13)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def model(body: str, top: str = "") -> Model:
 
 
 def test_inheritance_and_floors() -> None:
-    top = "healthCheckTimeout: 3\nunloadTimeout: 0\nglobalTTL: 90\npatienceMs: 5\nholdMs: 6\nhold: never\nidleStreamTimeout: 1m"
+    top = "healthCheckTimeout: 3\nunloadTimeout: 0\nglobalTTL: 90\npatienceMs: 5\nholdMs: 6\nhold: never\n"
+    top += "idleStreamTimeout: 1m"
     plain = model("ttl: ~", top)
     assert (plain.health_check_timeout, plain.unload_timeout, plain.ttl) == (15, 10, 90)
     assert (plain.patience_ms, plain.hold_ms, plain.hold, plain.idle_stream_timeout) == (5, 6, "never", 60)
@@ -122,7 +123,8 @@ def test_aliases_and_automatic_aliases() -> None:
 
 def test_filters_protect_the_model() -> None:
     made = model(
-        "filters: {stripParams: 'b, model,a ,,model.x', setParams: {z: 1, model: e, model.x: 1, a: ~}, setParamsByID: {q: {model: x, b: 1}}}"
+        "filters: {stripParams: 'b, model,a ,,model.x', setParams: {z: 1, model: e, model.x: 1, a: ~}, "
+        "setParamsByID: {q: {model: x, b: 1}}}"
     )
     assert made.filters.strip_params == ("a", "b")
     assert made.filters.set_params == {"a": None, "z": 1} and list(made.filters.set_params) == ["a", "z"]
@@ -254,7 +256,8 @@ def test_names_that_are_fine() -> None:
 
 def test_launch_at_another_port() -> None:
     made = model(
-        "proxy: 'http://h:${PORT}/v?x=1', env: ['A=${PORT}', 'B=x=y', odd], cmdStop: 'k ${PID} ${PORT}', checkEndpoint: 'hi'"
+        "proxy: 'http://h:${PORT}/v?x=1', env: ['A=${PORT}', 'B=x=y', odd], cmdStop: 'k ${PID} ${PORT}', "
+        "checkEndpoint: 'hi'"
     )
     assert made.port == 5800 and made.launch() == made.launch(5800)
     moved = made.launch(9000)
