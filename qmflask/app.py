@@ -17,8 +17,26 @@ from qmflask.router import Router
 from qmflask.runtime import Runtime, complain, source_path, state_path
 from qmflask.shutdown import stop_models
 from qmflask.store import StoreError
-from qmflask.web import access, configuration, inference, logs, memory, models, operations
-from qmflask.web.answers import error_answer
+from qmflask.web import (
+    access,
+    auth,
+    configuration,
+    events,
+    inference,
+    inflight,
+    logs,
+    memory,
+    metrics,
+    models,
+    operations,
+    profiles,
+    prometheus,
+    request_id,
+    status,
+    upstream_path,
+)
+from qmflask.web.answers import error_answer, preflight, redirect, text_answer
+from qmflask.web.raw import cleaned, raw_path
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +44,20 @@ _runtime = Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
 
 
+#: Each has `blueprint(router)`. The first two hooks run in this order, before any route.
+_MODULES = (
+    *(access, upstream_path, inference, models, profiles, operations, configuration, memory),
+    *(logs, metrics, prometheus, events, inflight, status),
+)
+
+
 def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     """The Flask application over a source of this process's Router."""
     app = Flask("qmflask", static_folder=None)
-    for module in (inference, models, operations, configuration, access, logs, memory):
+    app.url_map.merge_slashes = False  # `_before` redirects, in the spelling that the client used
+    app.register_blueprint(access.blueprint(router))  # its clock starts first
+    app.before_request(_before)
+    for module in _MODULES:
         app.register_blueprint(module.blueprint(router))
     app.register_error_handler(QmflaskError, _known_error)
     app.register_error_handler(ClientGone, _client_gone)
@@ -38,24 +66,41 @@ def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     return app
 
 
+def _before() -> Response | None:
+    """For every request, whatever its path: an id, the answer to OPTIONS, and the redirect to a clean path."""
+    environ = request.environ
+    request_id.assign(environ)
+    if environ["REQUEST_METHOD"] == "OPTIONS":
+        return preflight(environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS"))
+    path = raw_path(environ)
+    clean = cleaned(path)
+    return redirect(307, clean, environ.get("QUERY_STRING", "")) if clean != path else None
+
+
 def _known_error(error: QmflaskError) -> Response:
-    return error_answer(error, request.headers.get("Accept", ""))
+    return error_answer(error, request.headers.get("Accept", ""), request.environ.get(request_id.KEY))
 
 
 def _client_gone(error: ClientGone) -> Response:
     """Nobody reads this, unless the request was cancelled through the API."""
-    return Response(status="499 Client Closed Request")
+    return _known_error(Cancelled("the request was cancelled"))
+
+
+class Cancelled(QmflaskError):
+    """What a client reads whose request somebody cancelled through the API before its answer began."""
+
+    status, code = 499, "cancelled"
 
 
 def _http_error(error: HTTPException) -> Response:
     text = "404 page not found" if error.code == 404 else f"{error.code} {error.name}"
     headers = [(name, value) for name, value in error.get_headers() if name.lower() == "allow"]
-    return Response(text, error.code, headers, mimetype="text/plain")
+    return text_answer(text, error.code or 500, headers)
 
 
 def _bug(error: Exception) -> Response:
     log.exception("%s %s failed", request.method, request.path)
-    return error_answer(QmflaskError("internal error; the log has the details"), request.headers.get("Accept", ""))
+    return _known_error(QmflaskError("internal error; the log has the details"))
 
 
 # -- what gunicorn.conf.py calls ------------------------------------------------------------------------------
@@ -65,10 +110,12 @@ def start_worker(worker: Any) -> None:
     """`post_worker_init`: build this worker's Router now, so that it stands for election before its first request."""
     setup_logging()
     try:
-        _runtime.start(worker)
+        router = _runtime.start(worker)
     except (ConfigError, StoreError) as error:
         complain(error)
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
+    if getattr(worker, "age", 1) == 1:  # one worker says it for all
+        auth.warn_if_open(router.live.config, [listener.getsockname() for listener in worker.sockets])
 
 
 def stop_worker(worker: Any) -> None:
