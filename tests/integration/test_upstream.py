@@ -90,6 +90,12 @@ def test_targets_that_no_request_line_can_hold(upstream: Upstream, path: str, ta
     assert head.startswith(b"POST " + target + b" HTTP/1.1\r\nHost: box\r\n")
 
 
+@pytest.mark.parametrize("bad", [("X-A", "b\r\nX-C: d"), ("X-A", "b\nX"), ("X\r\nY", "b"), ("X-A", "b\0c")])
+def test_a_header_cannot_smuggle_another(upstream: Upstream, bad: tuple[str, str]) -> None:
+    with Server(answering(SHORT)) as server, pytest.raises(BadRequest):
+        upstream.send(request(server, headers=[("Host", "h"), bad]), Client())
+
+
 def test_bodies_of_every_kind(upstream: Upstream) -> None:
     assert seen_by_server(upstream, body=None, method="GET")[0].count(b"ength") == 0
     assert b"Content-Length: 0" in seen_by_server(upstream, body=b"")[0]

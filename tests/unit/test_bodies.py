@@ -7,6 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qmflask import bodies, intake
 from qmflask.bodies import Wanted
@@ -58,6 +60,7 @@ def test_model_and_stream_in_json(body: bytes, model: str | None, stream: bool) 
         (b'{"model":"\xff"}', "byte 10 is not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model":"x"} trailing', "byte 14"),
+        (b'{"model":"a\\ud83d"}', "surrogate"),
     ],
 )
 def test_invalid_json_names_the_position(body: bytes, fragment: str) -> None:
@@ -287,3 +290,38 @@ def test_upstream_bodies_pass_unread() -> None:
     assert given["wsgi.input"].tell() == 0
     assert sent(taken) == b"not { json"
     assert intake.passing(environ(b"", REQUEST_METHOD="GET")).payload() is None
+
+
+SHREDS = st.lists(
+    st.sampled_from([*b'{}[]":,\\ntfu0-.e+ ', *b"model"]).map(lambda byte: bytes([byte])) | st.binary(max_size=3)
+)
+
+
+@given(SHREDS.map(b"".join))
+def test_json_is_read_or_refused_whatever_comes(body: bytes) -> None:
+    for text in (body, b'{"model":' + body, b'{"model":"x","a":' + body + b"}"):
+        try:
+            bodies.from_json(text)
+        except InvalidJSON:
+            continue
+        json.loads(text)  # what was accepted is JSON to others too
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"--XYZ", b"\r\n", b"--", b'Content-Disposition: form-data; name="model"', b"x", b";", b'"'])
+    ),
+    st.integers(1, 40),
+)
+def test_multipart_is_read_or_refused_whatever_comes(shreds: list[bytes], block: int) -> None:
+    body = b"".join(shreds)
+    finder = FieldFinder(b"XYZ", "model")
+    try:
+        for start in range(0, len(body), block):
+            if finder.feed(body[start : start + block]):
+                break
+    except BadRequest:
+        return
+    if finder.found is not None:
+        assert body[finder.found.start : finder.found.end].decode() == finder.found.value
+        assert body[finder.found.end :].startswith((b"\r\n--XYZ", b"--XYZ"))
