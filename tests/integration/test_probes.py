@@ -174,6 +174,7 @@ def test_what_cannot_be_asked_is_an_error_in_words(url: str, fragment: str, port
     result = probe_once(url.format(port=port), 10)
     assert result.status is None
     assert fragment.format(port=port) in result.error
+    assert result.refused == ("refused" in fragment)
 
 
 def test_the_request_is_what_it_should_be(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +317,15 @@ def test_a_warm_up_that_fails(serve: Serve) -> None:
 )
 def test_noticing_costs_one_percent(elapsed: int, interval: int) -> None:
     assert interval_ns(elapsed * MS) // MS == interval
+    assert probes.knock_ns(elapsed * MS) // MS == interval // 5
+
+
+def test_what_the_server_sees_is_no_more_than_its_share(serve: Serve, probe: Start) -> None:
+    """Only while nobody listens are tries more frequent than the rule."""
+    server = serve(status(503))
+    _, outcome = probe(server.url, seconds=0.5)
+    assert outcome.wait()[1] is False
+    assert 2 < len(server.requests) <= 51
 
 
 class Outcome:
