@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
 from qmflask.states import State
-from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
+from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
+from qmflask.store.counters import Sum
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -462,6 +463,11 @@ class Router:
         with self._store.write() as tx:
             scheduling.set_config_error(tx, error or None)
         self._spread(self._store)
+    def counters(self) -> Sequence[Sum]:
+        """What the leaders have counted so far."""
+        with self._store.read() as tx:
+            return list(counters.read(tx))
+
         return error
 
     def status(self) -> reading.Status:
