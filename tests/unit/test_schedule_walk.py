@@ -270,7 +270,7 @@ def test_nothing_starts_that_an_overdue_request_would_have_to_stop_as_well() -> 
 def test_nothing_starts_that_stops_what_an_overdue_request_will_stop() -> None:
     groups = [
         GroupRule("exclusive", persistent=True, members=("ant",)),
-        GroupRule("all", members=("now", "big")),
+        GroupRule("all", persistent=True, members=("now", "big")),
         GroupRule("rest", swap=False, exclusive=False, members=("cow",)),
     ]
     action = behind_an_overdue_request(["ant"], [view("cow")], groups=groups)
