@@ -92,7 +92,7 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("journal", "logfiles"),
     ("logtail", "journal"),
     ("logtail", "logfiles"),
-    ("recording", "overview", "relay"),
+    ("recording", "relay"),
     ("activity", "recording"),
     ("router", "activity"),
     ("router", "leader"),
