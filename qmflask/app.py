@@ -44,9 +44,9 @@ _runtime = Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
 
 
-#: Each has `blueprint(router)`. The first two hooks run in this order, before any route.
+#: Each has `blueprint(router)`; `access` is registered before them.
 _MODULES = (
-    *(access, upstream_path, inference, models, profiles, operations, configuration, memory),
+    *(upstream_path, inference, models, profiles, operations, configuration, memory),
     *(logs, metrics, prometheus, events, inflight, status),
 )
 
