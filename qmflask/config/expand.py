@@ -10,11 +10,13 @@ from qmflask.config.environment import is_masked
 from qmflask.config.macros import PID, PORT, Expander, Macros, declare, hint_for, leftovers, map_scalars, text_of
 from qmflask.config.problems import Mark, Path, Problems, dotted, shown
 from qmflask.config.schema import RootSection
-from qmflask.config.yaml12 import Map, Node, Scalar, Seq, is_null
+from qmflask.config.yaml12 import Map, Node, Scalar, Seq, YamlError, is_null
 
 DEFAULT_PROXY = "http://localhost:${PORT}"
 DEFAULT_START_PORT = 5800
 _REFERENCE = "${PORT}"
+#: More than anybody has; each takes some 12 KB.
+MAX_MODELS = 5000
 
 #: Fields whose text says so when `${PORT}` stands there and `cmd` has none.
 _SIMPLE = frozenset({"cmd", "cmdStop", "checkEndpoint", "name", "description", "filters.stripParams"})
@@ -49,6 +51,9 @@ def expand(root: Map, problems: Problems) -> Expanded:
     if models is not None and not isinstance(models, Map):
         problems.error("models must be a mapping of ids to settings", models.mark, ("models",), allowed="a mapping")
         models = None
+    if models is not None and len(models.entries) > MAX_MODELS:
+        mark = models.marks[list(models.entries)[MAX_MODELS]]
+        raise YamlError(f"more than {MAX_MODELS} models", mark.line, mark.column, mark.file)
     expander = Expander()
     entries = {
         name: expander.node(value, macros) for name, value in root.entries.items() if name not in ("macros", "models")

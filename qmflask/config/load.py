@@ -174,6 +174,8 @@ def _with_paths(problems: Problems, root: Map) -> None:
             at = bisect_right(marks, mark) - 1
             if at >= 0 and places[at][0] == problem.file:
                 problems.found[number] = replace(problem, path=shown_path(places[at][3]))
+                if problem.severity == "error" and problem.near is None:
+                    problems.fail(places[at][3])
 
 
 def _places(node: Node, path: Path) -> Iterator[tuple[str, int, int, Path]]:

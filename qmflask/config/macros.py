@@ -20,7 +20,7 @@ PORT, PID, MODEL_ID = "PORT", "PID", "MODEL_ID"
 
 MAX_NAME = 63
 #: A value may not grow beyond this through macros in macros.
-MAX_EXPANDED = 1_000_000
+MAX_EXPANDED = 128 * 1024
 #: All values together may not grow beyond this.
 MAX_TOTAL = 20_000_000
 

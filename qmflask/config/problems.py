@@ -113,6 +113,8 @@ class Problems:
 
     found: list[Problem] = field(default_factory=list)
     _places: set[tuple[str, str, str]] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+    _above: set[str] = field(default_factory=set)
 
     def error(self, message: str, mark: Mark | None = None, path: Sequence[str | int] = (), **more: Any) -> None:
         """Note an error; `more` are the other fields of `Problem`."""
@@ -129,21 +131,26 @@ class Problems:
         if place in self._places:
             return
         self._places.add(place)
+        if severity == "error":
+            self.fail(path)
         mark = mark or Mark("")
         if more.get("value") is not None:
             more["value"] = shown(more["value"])
         self.found.append(Problem(severity, message, mark.file, mark.line, mark.column, shown_path(path), **more))
 
+    def fail(self, path: Sequence[str | int]) -> None:
+        """Remember that an error stands at `path`."""
+        self._failed.add(dotted(path))
+        self._above.update(dotted(path[:length]) for length in range(1, len(path)))
+
     def failed_at(self, path: Sequence[str | int]) -> bool:
         """Whether an error stands at this very path already, so that a second one would only repeat it."""
-        text = shown_path(path)
-        return any(p.severity == "error" and p.path == text for p in self.found)
+        return dotted(path) in self._failed
 
     def failed_under(self, path: Sequence[str | int]) -> bool:
         """Whether an error stands at this path or below it."""
-        text = shown_path(path)
-        starts = (f"{text}.", f"{text}[")
-        return any(p.severity == "error" and (p.path == text or p.path.startswith(starts)) for p in self.found)
+        text = dotted(path)
+        return text in self._failed or text in self._above
 
     @property
     def errors(self) -> tuple[Problem, ...]:

@@ -20,6 +20,8 @@ from qmflask.config.problems import Mark, Problems, shown
 MAX_DEPTH = 100
 #: Nodes of one file, and of all files after anchors and merges are expanded (a model has about 20).
 MAX_NODES = 200_000
+#: Longest single value; the kernel takes no longer argument either.
+MAX_VALUE = 128 * 1024
 #: Longest text of one file, in characters.
 MAX_TEXT = 32 * 1024 * 1024
 
@@ -151,6 +153,8 @@ def events(text: str) -> list[Event]:
                     raise YamlError(f"nested deeper than {MAX_DEPTH} levels", event.line, event.column)
             elif event.kind == "end":
                 depth -= 1
+            elif len(event.value) > MAX_VALUE:
+                raise YamlError(f"a value longer than {MAX_VALUE // 1024} KiB", event.line, event.column)
             found.append(event)
             if len(found) > 2 * MAX_NODES:
                 raise YamlError(f"more than {MAX_NODES} values in one file", event.line, event.column)

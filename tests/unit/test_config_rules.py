@@ -306,8 +306,10 @@ def test_check_address(endpoint: str, url: str | None, host: str | None) -> None
 
 @pytest.mark.parametrize(
     ("value", "size"),
-    [(1, GIB), (0.5, GIB // 2), ("8GB", 8 * GIB), ("8 GiB", 8 * GIB), ("500MiB", 500 * 1024**2), ("1.5g", GIB * 3 // 2)]
-    + [("12", 12 * GIB), ("1T", 1024 * GIB), ("10kb", 10240), ("7B", 7), (0, 0)],
+    [
+        *[(1, GIB), (0.5, GIB // 2), ("8GB", 8 * GIB), ("8 GiB", 8 * GIB), ("500MiB", 500 * 1024**2)],
+        *[("1.5g", GIB * 3 // 2), ("12", 12 * GIB), ("1T", 1024 * GIB), ("10kb", 10240), ("7B", 7), (0, 0)],
+    ],
 )
 def test_sizes(value: object, size: int) -> None:
     assert parse_size(value, True) == parse_size(value, False) == size
@@ -398,5 +400,5 @@ def test_go_patterns(pattern: str, text: str, hit: bool) -> None:
     ],
 )
 def test_go_refuses(bad: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         compile_go(bad)
