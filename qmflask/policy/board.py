@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import replace
 
-from qmflask.policy.snapshot import ModelRule, ProcessView, Snapshot, SwapView
+from qmflask.policy.snapshot import EVICTED, ModelRule, ProcessView, Snapshot, SwapView
 from qmflask.states import DOWN, State
 
 #: Above every counter that the store hands out: a target that is not running yet is the hottest.
@@ -166,7 +166,7 @@ class Board:
             self.victim_of[victim] = swap
             view = self.processes.get(victim)
             if view is not None and view.state is State.READY:
-                self.processes[victim] = replace(view, state=State.DRAINING, stop_reason="evicted")
+                self.processes[victim] = replace(view, state=State.DRAINING, stop_reason=EVICTED)
         self.swaps[target] = swap
         self._moved(target, *victims)
 
@@ -176,7 +176,7 @@ class Board:
         for victim in swap.victims:
             self.victim_of.pop(victim, None)
             view = self.processes.get(victim)
-            if view is not None and view.state is State.DRAINING and view.stop_reason in (None, "evicted"):
+            if view is not None and view.state is State.DRAINING and (view.stop_reason or EVICTED).startswith(EVICTED):
                 self.processes[victim] = replace(view, state=State.READY, stop_reason=None)
         view = self.processes.get(swap.target)
         if view is not None and view.state is State.STARTING:

@@ -145,7 +145,7 @@ def test_a_victim_that_is_unloaded_stays_so_when_its_swap_is_dropped() -> None:
     actions = walk(["ant"], [unloading], [swap], sizes={"ant": 4, "bee": 4}, budget=4)
     assert actions[0] == AbortSwap(9, "bee")
     assert isinstance(actions[1], Queue)
-    evicted = view("ant", "draining", leases=1, tick=1, stop_reason="evicted")
+    evicted = view("ant", "draining", leases=1, tick=1, stop_reason="evicted for bee")
     actions = walk(["ant"], [evicted], [swap], sizes={"ant": 4, "bee": 4}, budget=4)
     assert actions == [AbortSwap(9, "bee"), Serve(1, "ant")]
 
