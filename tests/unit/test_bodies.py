@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qmflask import bodies, intake
 from qmflask.bodies import Wanted
-from qmflask.errors import BadRequest, BodyTooLarge, InvalidJSON
+from qmflask.errors import BadRequest, BodyTooLarge, InvalidJSON, Unavailable
 from qmflask.multipart import FieldFinder, boundary_of
 
 
@@ -245,6 +245,12 @@ def test_what_waits_for_the_model_lies_in_a_file_that_is_removed(tmp_path: Any) 
     taken.close()
     taken.close()
     assert held.closed and not list(tmp_path.iterdir())
+
+
+def test_no_room_for_what_waits_is_said(tmp_path: Any) -> None:
+    body = form(('name="file"; filename="a"', "x" * 5_000_000), ('name="model"', "bird"))
+    with pytest.raises(Unavailable, match="send the field `model` before the file"):
+        intake.take(environ(body, "multipart/form-data; boundary=XYZ"), spool_dir=str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=XYZ", "", "audio/wav"])
