@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from qmflask.config.command import strip_comment_lines
 from qmflask.config.decode import is_secret, section_keys
 from qmflask.config.environment import is_masked
-from qmflask.config.macros import PID, PORT, Expander, Macros, declare, hint_for, leftovers, map_scalars, text_of
+from qmflask.config.macros import (
+    LEFTOVER,
+    PID,
+    PORT,
+    Expander,
+    Macros,
+    declare,
+    hint_for,
+    leftovers,
+    map_scalars,
+    text_of,
+)
 from qmflask.config.problems import Mark, Path, Problems, dotted, shown
 from qmflask.config.schema import RootSection
 from qmflask.config.yaml12 import Map, Node, Scalar, Seq, YamlError, is_null
@@ -186,7 +197,7 @@ class _Models:
     def _check(self, node: Map, model: str, macros: Macros, templates: Templates, mark: Mark) -> None:
         path: Path = ("models", model)
         name = shown(model)
-        if _REFERENCE in templates.proxy and templates.port is None and not is_masked(templates.cmd):
+        if _REFERENCE in templates.proxy and templates.port is None and _is_known(node.entries.get("cmd")):
             place = node.entries["proxy"].mark if node.entries["proxy"].mark != node.mark else mark
             self.problems.error(
                 f"model {name}: proxy uses ${{PORT}} but cmd does not",
@@ -202,6 +213,13 @@ class _Models:
                 continue
             text = _leftover(name, field_path, left)
             _unknown_macro(self.problems, text, scalar, (*path, *field_path), left, macros)
+
+
+def _is_known(cmd: Node | None) -> bool:
+    """Whether a command's text is certain; where it is wrong itself, what follows from it is not worth a word."""
+    if cmd is None:
+        return True
+    return isinstance(cmd, Scalar) and not is_masked(cmd.text) and not LEFTOVER.search(cmd.text)
 
 
 def _with_port(scalar: Scalar, port: int) -> Scalar:

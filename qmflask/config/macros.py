@@ -14,7 +14,7 @@ from qmflask.config.yaml12 import Map, Node, Scalar, Seq, Timestamp, YamlError, 
 #: What a macro reference looks like; anything else between `${` and `}` is ordinary text.
 REFERENCE = re.compile(r"\$\{([A-Za-z0-9_-]+)\}")
 #: The same, and an environment reference that was not replaced.
-LEFTOVER = re.compile(r"\$\{((?:env\.)?[A-Za-z0-9_-]+)\}")
+LEFTOVER = re.compile(r"\$\{([A-Za-z0-9_-]+|env\.[A-Za-z_][A-Za-z0-9_]*)\}")
 
 PORT, PID, MODEL_ID = "PORT", "PID", "MODEL_ID"
 
