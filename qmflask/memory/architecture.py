@@ -25,6 +25,8 @@ _WINDOW_EVERY = {
 #: Architectures with a linear-attention layer for all but every n-th (`full_attention_interval` says which).
 _LINEAR_EVERY = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 _LLAMA4_CHUNK = 8192
+#: More experts at once than any model uses: a bound for broken headers.
+_MOST_EXPERTS = 1024
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch)?exps\b")
 
 
@@ -221,7 +223,7 @@ def _feed_forward(header: Header, tensors: tuple[Tensor, ...]) -> tuple[int, int
     ):
         if len(shapes.get(up_name, ())) == 3:
             _, up, experts = shapes[up_name]
-            used = header.number("expert_used_count", 1)
+            used = max(1, min(header.number("expert_used_count", 1), experts, _MOST_EXPERTS))
             return up * used, shapes.get(down_name, (up,))[0] * used, gate_name in shapes, experts, used
     up = shapes.get("ffn_up.weight", (0, 0))[-1]
     return up, shapes.get("ffn_down.weight", (up,))[0], "ffn_gate.weight" in shapes, 0, 0

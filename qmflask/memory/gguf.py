@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -67,16 +68,20 @@ class Header:
 
     def number(self, key: str, default: float = 0) -> int:
         """A whole number of the metadata; `key` without the architecture. The default for arrays and absent keys."""
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
-        return int(value) if isinstance(value, (int, float)) else int(default)
+        return _whole(self.metadata.get(f"{self.architecture}.{key}", default), int(default))
 
     def per_layer(self, key: str, layers: int, default: int = 0) -> list[int]:
         """A figure of each layer, which files give as one number or as an array with one for each layer."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, tuple):
-            found = [int(one) if isinstance(one, (int, float)) else default for one in value[:layers]]
+            found = [_whole(one, default) for one in value[:layers]]
             return found + [found[-1] if found else default] * (layers - len(found))
-        return [int(value) if isinstance(value, (int, float)) else default] * layers
+        return [_whole(value, default)] * layers
+
+
+def _whole(value: object, default: int) -> int:
+    """A number as a whole one; the default for anything else, not-a-number and infinity included."""
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
 def merged(headers: Sequence[Header]) -> Header:
