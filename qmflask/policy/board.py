@@ -59,6 +59,7 @@ class Board:
         self._tick = max((view.tick for view in self.processes.values()), default=0)
         self._renderers = [rule.id for rule in snapshot.models.values() if rule.renders]
         self._orders: dict[bool, _Order] = {}
+        self._granted: set[str] = set()
 
     def rule(self, model: str) -> ModelRule:
         """The model's rule; one that the configuration no longer names has the default one."""
@@ -153,7 +154,10 @@ class Board:
     # --- effects -----------------------------------------------------------------------------------------------
 
     def grant(self, model: str) -> None:
-        """One lease more; the model becomes the hottest."""
+        """One lease more; the model becomes the hottest (once: its second grant in a walk changes no decision)."""
+        if model in self._granted:
+            return
+        self._granted.add(model)
         view = self.processes[model]
         self._tick += 1
         self.processes[model] = replace(view, leases=view.leases + 1, tick=self._tick)
