@@ -76,6 +76,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.get("/api/captures/<record>")
     def capture(record: str) -> Response:
+        auth.require_admin(router().live.config, request.environ)
         if not record.isdecimal():
             raise BadRequest(f"invalid capture ID {record!r}: it must be a number")
         packed = router().activity.store.capture(int(record))

@@ -148,8 +148,9 @@ def _settle(recording: Recording, outcome: Outcome | None, error: BaseException 
 
 
 def header_text(text: str) -> str:
-    """A name as a header's value: what is no printable ASCII is percent-encoded as UTF-8."""
-    return text if text.isascii() and text.isprintable() else quote(text, safe=_PRINTABLE, errors="replace")
+    """A name as a header's value: `%` and what is no printable ASCII are percent-encoded as UTF-8."""
+    plain = text.isascii() and text.isprintable() and "%" not in text
+    return text if plain else quote(text, safe=_PRINTABLE, errors="replace")
 
 
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
