@@ -288,6 +288,18 @@ def test_what_has_nothing_to_do_with_an_overdue_request_starts() -> None:
     assert behind_an_overdue_request(["ant"], groups=[apart("ant")]) == StartSwap(3, "ant", ())
 
 
+def test_an_overdue_request_whose_own_model_is_unloaded_holds_back_only_what_concerns_it() -> None:
+    processes = [view("big", "draining", leases=1, stop_reason="unload"), view("old")]
+    queue: list[Any] = [("big", {"patience_at": LATE}), "ant", "cat"]
+    sizes = {"big": 8, "old": 6, "cat": 2}
+    actions = walk(queue, processes, sizes=sizes, budget=16, groups=[apart("ant")])
+    assert isinstance(actions[0], Queue)
+    assert actions[1] == StartSwap(2, "ant", ())  # whatever starts beside it, big fits
+    assert actions[2] == StartSwap(3, "cat", ())
+    actions = walk(queue, processes, sizes=sizes, budget=13, groups=[apart("ant")])
+    assert actions[1] == StartSwap(2, "ant", ())  # big will stop old, with ant or without
+
+
 def test_nothing_starts_that_makes_renders_wait_again() -> None:
     groups = [
         GroupRule("one", exclusive=False, members=("ant", "bee")),
