@@ -19,6 +19,8 @@ from qmflask.memory.samples import GIB
 STEP = 256
 #: What llama-server makes of `--parallel` when it is not given: so many slots in one cache.
 AUTO_PARALLEL = 4
+#: Tensor types that some processor's kernels want in another order; which ones depends on the machine.
+_REPACKED = frozenset({"q2_k", "q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "iq4_nl", "mxfp4"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,17 @@ def _notes(model: Model, settings: Settings, rows: list[Row]) -> list[str]:
         notes.append("the driver's own context is not counted: 0.2 to 0.6 GiB of VRAM for each process and card")
     if any(layer.state for layer in model.layers):
         notes.append("recurrent layers: the compute buffer is an approximation")
+    repacked = sum(
+        tensor.size
+        for index, layer in enumerate(model.layers)
+        for tensor in layer.weights
+        if tensor.type in _REPACKED and not _place(model, settings).on_gpu(index)
+    )
+    if repacked:
+        notes.append(
+            f"weights on the processor: llama-server may keep {repacked / GIB:.2f} GiB of them a second time, repacked"
+            " to suit it, beside the mapped file (--no-repack keeps them once)"
+        )
     for name, sizes in (
         (settings.cache_k, [layer.key for layer in model.layers if layer.heads_kv]),
         (settings.cache_v, [layer.value for layer in model.layers if layer.heads_kv]),

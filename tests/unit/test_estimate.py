@@ -326,6 +326,13 @@ def test_a_cache_type_that_the_server_refuses_is_noted() -> None:
     assert not any("refuses" in note for note in estimate(header, Settings()).notes)
 
 
+def test_weights_that_may_be_repacked_are_noted() -> None:
+    header = model()
+    quantised = Header(3, header.metadata, (*header.tensors, Tensor("blk.0.big.weight", (32,), "q4_0", GIB)))
+    assert any("1.00 GiB of them a second time" in note for note in estimate(quantised, Settings(gpu_layers=0)).notes)
+    assert not any("second time" in note for note in estimate(quantised, Settings()).notes)
+
+
 # --- the compute buffer ---------------------------------------------------------------------------------------------
 
 
