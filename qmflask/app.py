@@ -33,6 +33,7 @@ from qmflask.web import (
     prometheus,
     request_id,
     status,
+    ui,
     upstream_path,
 )
 from qmflask.web.answers import error_answer, preflight, redirect, text_answer
@@ -47,7 +48,7 @@ os.register_at_fork(after_in_child=_runtime.forget)
 #: Each has `blueprint(router)`; `access` is registered before them.
 _MODULES = (
     *(upstream_path, inference, models, profiles, operations, configuration, memory),
-    *(logs, metrics, prometheus, events, inflight, status),
+    *(logs, metrics, prometheus, events, inflight, status, ui),
 )
 
 

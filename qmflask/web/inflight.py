@@ -1,4 +1,4 @@
-"""What is in flight, with its progress, and cancelling it (compatibility 3.11)."""
+"""What is in flight in all workers, with its progress (compatibility 3.11)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import orjson
 from flask import Blueprint, Response, request
 
-from qmflask.errors import NotFound
 from qmflask.recording import redacted
 from qmflask.router import Router
 from qmflask.store.activity import ActivityError
@@ -20,7 +19,7 @@ from qmflask.web.metrics import iso
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:
-    """`GET /api/inflight`, `POST /api/inflight/<id>/cancel`."""
+    """`GET /api/inflight`; `operations` cancels."""
     routes = Blueprint("inflight", __name__)
 
     @routes.before_request
@@ -31,12 +30,6 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     def inflight() -> Response:
         here = router()
         return json_answer({"requests": Entries(here).of(here.status())})
-
-    @routes.post("/api/inflight/<path:name>/cancel")
-    def cancel(name: str) -> Response:
-        if not router().cancel(name):
-            raise NotFound(f"inflight request not found: {name}")
-        return json_answer({"msg": "ok"})
 
     return routes
 
