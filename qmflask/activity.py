@@ -7,6 +7,7 @@ answer.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +20,9 @@ import orjson
 
 from qmflask.config import Config
 from qmflask.host import Host
-from qmflask.journal import Journal, configure, wants_json
+from qmflask.journal import Journal, configure, wants_json, write_all
+from qmflask.logfiles import ModelLog
+from qmflask.logtail import Tail
 from qmflask.recording import Access, LineStyle, Recording
 from qmflask.store.activity import ActivityError, ActivityStore, Record, Retention
 from qmflask.store.counters import Tally
@@ -57,6 +60,8 @@ class Activity:
         self._around = around
         self._as_json = wants_json()
         self._journal = Journal(state / "logs")
+        self._echo: Tail | None = None
+        self._echoed: object = None
         self._finished: deque[Recording] = deque(maxlen=BACKLOG)
         self._lines: deque[tuple[float, Access]] = deque(maxlen=BACKLOG)
         self._inflight: dict[str, Recording] = {}
@@ -135,11 +140,13 @@ class Activity:
             self._some.clear()
             self._round()
         self._write()
+        self._end_echo()
 
     def _round(self) -> None:
         try:
             self._write()
             self._follow_configuration()
+            self._echo_models()
             self._try(self._publish_progress)
             self._try(self._sample)
             if time.monotonic() >= self._next_prune:
@@ -195,6 +202,27 @@ class Activity:
             old.close()
         elif self.store.gone():
             log.warning("%s was removed: beginning a new one", path)
+
+    def _echo_models(self) -> None:
+        """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout."""
+        config = self._around.config()
+        wanted = config.log_to_stdout in ("upstream", "both") and self._around.leading()
+        if not wanted:
+            self._end_echo()
+            return
+        logs = [ModelLog(self._state / "logs", name) for name in config.models]
+        if self._echo is None:
+            self._echo = Tail(logs, 0)
+        elif self._echoed is not config:
+            self._echo.extend(logs)
+        self._echoed = config
+        while data := self._echo.read():
+            write_all(sys.stdout.fileno(), data)
+
+    def _end_echo(self) -> None:
+        if self._echo is not None:
+            self._echo.close()
+            self._echo = None
 
     def _publish_progress(self) -> None:
         now = time.time()

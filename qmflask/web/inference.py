@@ -69,7 +69,9 @@ class Inference:
         try:
             visit.record()
             body = visit.body = intakes.take(environ, max_body=live.config.max_body)
-            target, visit.on_end = targets.find(router, live, self._choices, key, _named(body))
+            asked = _named(body)
+            visit.named(asked, None)
+            target, visit.on_end = targets.find(router, live, self._choices, key, asked)
             if target.meaning.kind == "peer":
                 return self._from_peer(visit, target, body)
             return self._from_model(visit, target, body)

@@ -60,8 +60,8 @@ class Visit:
         if self.key is not None:
             self.recording.key_name = self.key.name
 
-    def named(self, asked: str, model: str, selector: str | None = None) -> None:
-        """Tell the recording which model it is about."""
+    def named(self, asked: str, model: str | None, selector: str | None = None) -> None:
+        """Tell the recording which model it is about; None while that is not known, or there is none."""
         if self.recording is not None:
             self.recording.named(asked, model, **({"selector": selector} if selector is not None else {}))
 
