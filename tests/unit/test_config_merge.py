@@ -138,6 +138,8 @@ def test_fingerprint_notices_edits_renames_and_moved_links(tmp_path: Path) -> No
     (tmp_path / "new").replace(link)
     marks.append(fingerprint(path))
     (tmp_path / "two" / "other").write_text("a: 1", encoding="utf-8")
+    stats = path.stat()
+    os.utime(tmp_path / "two" / "other", ns=(stats.st_atime_ns, stats.st_mtime_ns))
     (tmp_path / "two" / "other").replace(tmp_path / "two" / "c.yaml")
     marks.append(fingerprint(path))
     path.write_text("a: 12", encoding="utf-8")

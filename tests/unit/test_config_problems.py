@@ -94,6 +94,13 @@ def test_strict_makes_unknown_keys_errors() -> None:
     assert analyse([Source("f", "foo: 1")], {}, strict=True).errors
 
 
+def test_one_fault_makes_one_error() -> None:
+    text = "models: {a: {cmd: 'r ${PORT}', ttl: '${no}', unlisted: '${env.NO}', capabilities: {in: ['${no}']}}}"
+    errors, _warnings = report(text)
+    paths = ["models.a.ttl", "models.a.unlisted", "models.a.capabilities.in[0]"]
+    assert [problem.path for problem in errors] == paths
+
+
 def test_hostile_keys_make_one_line() -> None:
     errors, warnings = report('"a\\nb\\e[31m": 1\nmodels: {"x\\ny": {cmd: [1]}}')
     for problem in (*errors, *warnings):
@@ -174,6 +181,7 @@ def test_what_is_surely_not_meant(text: str, code: str) -> None:
         "models: {a: {cmd: 'ssh x --port 1', proxy: 'http://elsewhere:8080'}}",
         two("", ", ttl: 5", "groups: {keep: {swap: no, exclusive: no, persistent: yes, members: [a]}}"),
         "models: {a: {cmd: 'r ${PORT}', aliases: [a]}}",
+        two(", estVramGB: 7.3", ", estRamGB: 8", "vramBudgetGB: 7.3\nramBudgetGB: 8"),
     ],
 )
 def test_what_is_fine(text: str) -> None:

@@ -196,6 +196,8 @@ def test_priorities_and_preload_resolve() -> None:
 def test_an_alias_in_a_group_means_its_model() -> None:
     loaded = load([Source("f", TWO + "groups: {g: {members: [al]}}")], {})
     assert loaded.config.groups["g"].members == ("a",) and "is an alias" in loaded.warnings[0].message
+    both = config(TWO + "groups: {g: {members: [al, b]}, h: {members: [a]}}")
+    assert (both.groups["g"].members, both.groups["h"].members) == (("b",), ("a",))
 
 
 # -- names --
