@@ -34,6 +34,7 @@ GATHER = 0.1
 #: How often the thread looks at what has no event: configuration, watchers, samples, retention.
 ROUND = 0.25
 PRUNE_EVERY = 30.0
+TELL_EVERY = 60.0
 #: Finished requests that may wait for a store that does not answer; more are dropped, oldest first.
 BACKLOG = 5000
 #: A page that looks at what is in flight says so this often (seconds).
@@ -67,7 +68,7 @@ class Activity:
         self._inflight: dict[str, Recording] = {}
         self._some = threading.Event()
         self._stop = threading.Event()
-        self._broken = False
+        self._silent_until = 0.0
         self._host = Host()
         self._watch_told = 0.0
         self._watched = 0.0
@@ -156,15 +157,14 @@ class Activity:
             log.exception("recording activity failed")
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Do something with the store; a failure is told once, until it works again."""
+        """Do something with the store; failures are told once a minute."""
         try:
             step()
         except ActivityError as error:
-            if not self._broken:
+            now = time.monotonic()
+            if now >= self._silent_until:
+                self._silent_until = now + TELL_EVERY
                 log.warning("activity is not recorded: %s", error)
-            self._broken = True
-        else:
-            self._broken = False
 
     def _write(self) -> None:
         """Write all that has ended since the last time: access lines, then records, counters and captures."""
