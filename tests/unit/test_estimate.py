@@ -105,10 +105,10 @@ def test_broken_headers_say_what_is_wrong(data: bytes, message: str) -> None:
         read_header(data)
 
 
-@pytest.mark.parametrize("length", range(4, len(WHOLE), 37))
-def test_a_header_cut_anywhere_is_an_error(length: int) -> None:
-    with pytest.raises(GGUFError):
-        read_header(WHOLE[:length])
+def test_a_header_cut_anywhere_is_an_error() -> None:
+    for length in range(4, len(WHOLE), 37):
+        with pytest.raises(GGUFError):
+            read_header(WHOLE[:length])
 
 
 @settings(deadline=None)
