@@ -37,6 +37,7 @@ from qmflask.web import (
     upstream_path,
 )
 from qmflask.web.answers import error_answer, preflight, redirect, text_answer
+from qmflask.web.draining import drain
 from qmflask.web.raw import cleaned, raw_path
 
 log = logging.getLogger(__name__)
@@ -79,12 +80,14 @@ def _before() -> Response | None:
 
 
 def _known_error(error: QmflaskError) -> Response:
+    drain(request.environ)
     return error_answer(error, request.headers.get("Accept", ""), request.environ.get(request_id.KEY))
 
 
 def _client_gone(error: ClientGone) -> Response:
     """Nobody reads this, unless the request was cancelled through the API."""
-    return _known_error(Cancelled("the request was cancelled"))
+    accept, identity = request.headers.get("Accept", ""), request.environ.get(request_id.KEY)
+    return error_answer(Cancelled("the request was cancelled"), accept, identity)
 
 
 class Cancelled(QmflaskError):
@@ -94,6 +97,7 @@ class Cancelled(QmflaskError):
 
 
 def _http_error(error: HTTPException) -> Response:
+    drain(request.environ)
     text = "404 page not found" if error.code == 404 else f"{error.code} {error.name}"
     headers = [(name, value) for name, value in error.get_headers() if name.lower() == "allow"]
     return text_answer(text, error.code or 500, headers)
@@ -137,6 +141,9 @@ def stop_service() -> None:
 def setup_logging() -> None:
     """Send qmflask's log to stdout and to one file of the state directory, once. `QMFLASK_LOG=json` for JSON lines."""
     install(state_path(source_path()) / "logs", as_json=wants_json())
+    for handler in logging.getLogger("qmflask").handlers:
+        if not handler.filters:
+            handler.addFilter(request_id.RequestIdFilter())
 
 
 app = create_app()

@@ -68,7 +68,8 @@ class Inference:
         visit = Visit(router, environ, key, path)
         try:
             visit.record()
-            body = visit.body = intakes.take(environ, max_body=live.config.max_body)
+            with visit.reading():
+                body = visit.body = intakes.take(environ, max_body=live.config.max_body)
             asked = _named(body)
             visit.named(asked, None)
             target, visit.on_end = targets.find(router, live, self._choices, key, asked)
@@ -76,7 +77,7 @@ class Inference:
                 return self._from_peer(visit, target, body)
             return self._from_model(visit, target, body)
         except BaseException as error:
-            visit.refuse(error)
+            visit.end(None, error)
             raise
 
     def _from_model(self, visit: Visit, target: Target, body: Intake) -> Relayed:

@@ -77,7 +77,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     @routes.get("/api/captures/<record>")
     def capture(record: str) -> Response:
         auth.require_admin(router().live.config, request.environ)
-        if not record.isdecimal():
+        if not record.isdecimal() or len(record) > 18:
             raise BadRequest(f"invalid capture ID {record!r}: it must be a number")
         packed = router().activity.store.capture(int(record))
         if packed is None:
@@ -120,7 +120,7 @@ def _number(name: str, default: int | None = None) -> int | None:
         number = int(text)
     except ValueError:
         raise BadRequest(f"invalid {name} {text!r}: it must be a whole number", param=name) from None
-    if abs(number) > 2**62:
+    if abs(number) > 2**53:  # times a page's length it must still fit SQLite's 64 bits
         raise BadRequest(f"invalid {name}: it is too large", param=name)
     return number
 

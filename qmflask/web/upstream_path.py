@@ -114,7 +114,7 @@ class UpstreamPath:
             request = sending.to_model(visit, server, lease, path, body, None)
             return visit.relay(request, visit.answer_headers(meaning.id, lease))
         except BaseException as error:
-            visit.refuse(error)
+            visit.end(None, error)
             raise
 
 

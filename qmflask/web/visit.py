@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
 from qmflask.config import ApiKey
-from qmflask.errors import BadRequest, ClientGone, QmflaskError
+from qmflask.errors import BadRequest, ClientGone
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import Header
 from qmflask.intake import Intake
@@ -20,9 +19,8 @@ from qmflask.router import Ask, Lease, Router
 from qmflask.upstream import UpstreamRequest
 from qmflask.web import request_id
 
-#: Bytes and seconds for which a refused request's body is still read, so that its client gets to read the refusal.
-DRAIN_BYTES = 16 * 1024 * 1024
-DRAIN_SECONDS = 2.0
+#: A client that sends nothing of a body it has begun for this long will not send the rest either.
+READ_SECONDS = 60.0
 #: Longest wait a client may ask for, in ms.
 _MAX_WAIT_MS = 24 * 3600 * 1000
 
@@ -98,14 +96,15 @@ class Visit:
         """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
         if self.recording is not None:
             self.recording.sent(self.path, sending.headers, sending.body)
-        return open_relay(
-            self.router.upstream,
-            sending,
-            self.client,
-            on_end=self.end,
-            observer=self.recording,
-            extra_headers=headers,
-        )
+        with self.reading():  # what is left of an upload
+            return open_relay(
+                self.router.upstream,
+                sending,
+                self.client,
+                on_end=self.end,
+                observer=self.recording,
+                extra_headers=headers,
+            )
 
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
@@ -114,11 +113,18 @@ class Visit:
             headers += [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
         return headers
 
-    def refuse(self, error: BaseException) -> None:
-        """End after an error that becomes the answer; reads on for a moment if the client is still sending."""
-        if isinstance(error, QmflaskError) and not self.client.gone:
-            drain(self.environ, self.body)
-        self.end(None, error)
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While the body is read: a client that stalls gives its slot back. Never while an answer is written."""
+        if self._sock is None:
+            yield
+            return
+        self._sock.settimeout(READ_SECONDS)
+        try:
+            yield
+        finally:
+            if self._sock.fileno() >= 0:
+                self._sock.settimeout(None)
 
     def end(self, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
         """Give everything back; idempotent."""
@@ -154,33 +160,6 @@ def header_text(text: str) -> str:
 
 
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
-
-
-def drain(environ: dict[str, Any], body: Intake | None) -> None:
-    """Read and forget some of a refused body: servers reset a connection with unread bytes, and the client that is
-    still sending would see that instead of the answer."""
-    length = environ.get("CONTENT_LENGTH", "")
-    chunked = "chunked" in environ.get("HTTP_TRANSFER_ENCODING", "").lower()
-    taken = body.source.taken if body is not None and body.source is not None else 0
-    left = DRAIN_BYTES if chunked else int(length) - taken if length.isascii() and length.isdigit() else 0
-    if left <= 0 or left > DRAIN_BYTES or (body is not None and body.source is None):
-        return
-    sock = client_socket(environ)
-    before = sock.gettimeout() if sock is not None else None
-    deadline = time.monotonic() + DRAIN_SECONDS
-    try:
-        if sock is not None:
-            sock.settimeout(DRAIN_SECONDS)
-        while left > 0 and time.monotonic() < deadline:
-            data = environ["wsgi.input"].read(min(left, 256 * 1024))
-            if not data:
-                return
-            left -= len(data)
-    except Exception:  # a broken body was the reason for the refusal, or becomes one; the refusal stands
-        return
-    finally:
-        if sock is not None and sock.fileno() >= 0:
-            sock.settimeout(before)
 
 
 def _wait(environ: dict[str, Any], header: str) -> int | None:
