@@ -84,6 +84,7 @@ class Activity:
 
     def start(self) -> None:
         """Begin to write."""
+        self._echo_models()  # before the first model can be started
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
@@ -204,25 +205,29 @@ class Activity:
             log.warning("%s was removed: beginning a new one", path)
 
     def _echo_models(self) -> None:
-        """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout."""
+        """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout.
+
+        The others follow, too, and stay silent, so that whoever leads next goes on at the right place.
+        """
         config = self._around.config()
-        wanted = config.log_to_stdout in ("upstream", "both") and self._around.leading()
-        if not wanted:
+        if config.log_to_stdout not in ("upstream", "both"):
             self._end_echo()
             return
-        logs = [ModelLog(self._state / "logs", name) for name in config.models]
-        if self._echo is None:
-            self._echo = Tail(logs, 0)
-        elif self._echoed is not config:
+        if self._echoed is not config:
+            logs = [ModelLog(self._state / "logs", name) for name in config.models]
+            self._echo = self._echo or Tail(logs, 0)
             self._echo.extend(logs)
-        self._echoed = config
+            self._echoed = config
+        assert self._echo is not None
         while data := self._echo.read():
-            write_all(sys.stdout.fileno(), data)
+            if self._around.leading():
+                write_all(sys.stdout.fileno(), data)
 
     def _end_echo(self) -> None:
         if self._echo is not None:
             self._echo.close()
             self._echo = None
+        self._echoed = None
 
     def _publish_progress(self) -> None:
         now = time.time()
