@@ -11,8 +11,9 @@ from flask import Blueprint, Response, request
 from qmflask import intake as intakes
 from qmflask.errors import MissingModel
 from qmflask.intake import Intake
+from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed
-from qmflask.router import Lease, Pending, Router
+from qmflask.router import Router
 from qmflask.web import auth, loading, sending, targets
 from qmflask.web.answers import Passed
 from qmflask.web.derived import PerLive

@@ -16,8 +16,8 @@ import orjson
 
 from qmflask.errors import BadGateway, ClientGone, QmflaskError
 from qmflask.headers import first
+from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed, error_event
-from qmflask.router import Lease, Pending
 from qmflask.states import State
 from qmflask.store.reading import Place
 from qmflask.web.visit import Visit

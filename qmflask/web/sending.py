@@ -13,7 +13,7 @@ from qmflask.configuration import Live
 from qmflask.filters import Filters
 from qmflask.headers import request_headers
 from qmflask.intake import Intake
-from qmflask.router import Lease
+from qmflask.leases import Lease
 from qmflask.upstream import Timeouts, UpstreamRequest
 from qmflask.web.targets import Target
 from qmflask.web.visit import Visit

@@ -111,6 +111,8 @@ class UpstreamPath:
             server = self._servers(live).models[meaning.id]
             lease = router.lease(live, meaning.id, visit.client, visit.ask(meaning.id))
             visit.granted(lease)
+            if environ["REQUEST_METHOD"] == "GET":
+                visit.may_idle(lease, lease.live.config.models[meaning.id].idle_stream_timeout)
             request = sending.to_model(visit, server, lease, path, body, None)
             return visit.relay(request, visit.answer_headers(meaning.id, lease))
         except BaseException as error:

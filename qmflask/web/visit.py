@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
@@ -13,9 +14,10 @@ from qmflask.errors import BadRequest, ClientGone
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import Header
 from qmflask.intake import Intake
+from qmflask.leases import Ask, Lease
 from qmflask.recording import Recording
-from qmflask.relay import Outcome, Relayed, open_relay
-from qmflask.router import Ask, Lease, Router
+from qmflask.relay import Outcome, Relayed, StreamObserver, open_relay
+from qmflask.router import Router
 from qmflask.upstream import UpstreamRequest
 from qmflask.web import request_id
 
@@ -41,6 +43,7 @@ class Visit:
         self.lease: Lease | None = None
         self.recording: Recording | None = None
         self.on_end: Callable[[], None] | None = None
+        self._moves: Moves | None = None
         self._ended = False
         self._sock: socket.socket | None = None
         router.take_slot()
@@ -92,6 +95,12 @@ class Visit:
             hold = min(hold, configured.hold_ms)
         return Ask(self.id, detail, patience, hold)
 
+    def may_idle(self, lease: Lease, seconds: float) -> None:
+        """This answer may be cut when it moves nothing for so long and its model is wanted gone; 0 = never."""
+        if seconds > 0:
+            lease.idle_limit, lease.moved_at = int(seconds * 1e9), lease.granted_at
+            self._moves = Moves(lease, self.recording)
+
     def relay(self, sending: UpstreamRequest, headers: Iterable[Header]) -> Relayed:
         """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
         if self.recording is not None:
@@ -102,7 +111,7 @@ class Visit:
                 sending,
                 self.client,
                 on_end=self.end,
-                observer=self.recording,
+                observer=self.recording if self._moves is None else self._moves,
                 extra_headers=headers,
             )
 
@@ -144,6 +153,26 @@ class Visit:
                 stack.callback(self.router.hangups.unwatch, self._sock)
             if self.lease is not None:
                 self.lease.end(tool_call=outcome is not None and outcome.tool_call)
+
+
+class Moves:
+    """Notes when an answer's bytes moved last, and lets the recording see them."""
+
+    def __init__(self, lease: Lease, then: StreamObserver | None) -> None:
+        self._lease = lease
+        self._then = then
+
+    def begin(self, status: int, headers: list[Header]) -> None:
+        """The head has come."""
+        self._lease.moved_at = time.monotonic_ns()
+        if self._then is not None:
+            self._then.begin(status, headers)
+
+    def feed(self, data: bytes) -> None:
+        """Bytes pass."""
+        self._lease.moved_at = time.monotonic_ns()
+        if self._then is not None:
+            self._then.feed(data)
 
 
 def _settle(recording: Recording, outcome: Outcome | None, error: BaseException | None) -> None:

@@ -2,7 +2,8 @@
 """A model server for tests that answers every request with what it was sent: `echo_server.py PORT`.
 
 The answer is JSON: method, path (as spelled), headers (list of pairs), body (latin-1 text, at most 64 KiB) and length.
-It takes uploads without holding them, and `GET /bytes?N` gives N bytes. Standard library only.
+It takes uploads without holding them, `GET /bytes?N` gives N bytes, and `GET /silence` begins an answer that never
+goes on. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ class Echo(BaseHTTPRequestHandler):
             self._send(b"{}")
         elif self.path.partition("?")[0].endswith("/bytes"):
             self._bytes(int(self.path.partition("?")[2]))
+        elif self.path == "/silence":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"listen")
+            self.rfile.read(1)  # until the client leaves
+            self.close_connection = True
         else:
             head, length = self._body()
             shown = {
