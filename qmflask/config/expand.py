@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from qmflask.config.command import strip_comment_lines
 from qmflask.config.decode import is_secret, section_keys
@@ -27,7 +28,9 @@ DEFAULT_PROXY = "http://localhost:${PORT}"
 DEFAULT_START_PORT = 5800
 _REFERENCE = "${PORT}"
 #: More than anybody has; each takes some 12 KB.
-MAX_MODELS = 5000
+MAX_MODELS = 2000
+#: Each model looks through all of them.
+MAX_MACROS = 1000
 
 #: Fields whose text says so when `${PORT}` stands there and `cmd` has none.
 _SIMPLE = frozenset({"cmd", "cmdStop", "checkEndpoint", "name", "description", "filters.stripParams"})
@@ -57,7 +60,10 @@ class Expanded:
 
 def expand(root: Map, problems: Problems) -> Expanded:
     """Expand macros and ports. Problems are noted; raises YamlError when macros grow without bound."""
-    macros = Macros.of(declare(root.get("macros"), "", ("macros",), problems))
+    declared = root.get("macros")
+    if isinstance(declared, Map) and len(declared.entries) > MAX_MACROS:
+        raise YamlError(f"more than {MAX_MACROS} macros", declared.mark.line, declared.mark.column, declared.mark.file)
+    macros = Macros.of(declare(declared, "", ("macros",), problems))
     models = root.get("models")
     if models is not None and not isinstance(models, Map):
         problems.error("models must be a mapping of ids to settings", models.mark, ("models",), allowed="a mapping")
@@ -95,9 +101,9 @@ def _check_globals(tree: Map, macros: Macros, problems: Problems) -> None:
 
 
 def _unknown_macro(problems: Problems, text: str, scalar: Scalar, path: Path, reference: str, macros: Macros) -> None:
-    names = ", ".join(list(macros.order)[:12]) or "none is declared"
+    names = ", ".join(islice(macros.order, 12)) or "none is declared"
     value = None if is_secret(path) else scalar.text
-    hint = hint_for(reference, macros)
+    hint = hint_for(reference, macros, problems)
     problems.error(text, scalar.mark, path, value=value, allowed=f"declared macros: {names}", hint=hint, code="macro")
 
 

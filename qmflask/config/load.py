@@ -143,7 +143,7 @@ def _resolve(
 
 
 def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
-    for path, close, section in unknown_keys(expanded.root):
+    for path, section in unknown_keys(expanded.root):
         key = str(path[-1])
         mark = locate(expanded.root, path, key=True)
         reason = section.legacy.get(key)
@@ -152,6 +152,7 @@ def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
             continue
         note = problems.error if strict else problems.warning
         text = f"unknown key {shown(key)!r}"
+        close = next(iter(problems.guess(key, section_keys(section))), None)
         hint = f"did you mean {close}?" if close else None
         allowed = close or _listed(section)
         note(text, mark, path, value=key, allowed=allowed, hint=hint, code="unknown_key")

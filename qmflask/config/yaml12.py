@@ -19,7 +19,7 @@ from qmflask.config.problems import Mark, Problems, shown
 #: Nested collections deeper than this are refused; no sane file has a tenth of it.
 MAX_DEPTH = 100
 #: Nodes of one file, and of all files after anchors and merges are expanded (a model has about 20).
-MAX_NODES = 200_000
+MAX_NODES = 100_000
 #: Longest single value; the kernel takes no longer argument either.
 MAX_VALUE = 128 * 1024
 #: Longest text of one file, in characters.
