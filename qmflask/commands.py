@@ -140,7 +140,8 @@ class Commands:
             if request.kind != "unload" and row.model in (ALL, request.model) and request.arrival < row.arrival
         ]
         name = "all models were" if row.model == ALL else f"model {row.model} was"
-        error = errors.ModelUnloaded(f"{name} unloaded while the request waited; ask again to load it", retry_after=1)
+        message = f"model unloaded: {name} unloaded while the request waited; ask again to load it"
+        error = errors.ModelUnloaded(message, retry_after=1)
         return scheduling.fail(tx, waiting, error)
 
     def _begin_unload(self, tx: Transaction, model: str, now: int) -> list[ProcessRow]:

@@ -121,6 +121,10 @@ def test_openai_completions_embeddings_models(client: openai.OpenAI) -> None:
     vectors = client.embeddings.create(model="embedder", input=["one", "two"]).data
     assert len(vectors) == 2 and vectors[0].embedding != vectors[1].embedding
     assert "org/alpha:7b" in [model.id for model in client.models.list()]
+    assert client.models.retrieve("org/alpha:7b").id == "org/alpha:7b"
+    assert client.models.retrieve("gpt-x").id == "org/alpha:7b"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
 
 
 def test_openai_upload(client: openai.OpenAI) -> None:
