@@ -173,11 +173,12 @@ class Commands:
             if row.state is not State.DRAINING or row.deadline == 0:
                 continue
             with self._store.write(self._generation) as tx:
-                if now < row.deadline and not scheduling.idle(tx, row.model):
+                latest = _must(reading.process(tx, row.model))  # a command of this very look may have changed it
+                if latest.state is not State.DRAINING or (now < latest.deadline and not scheduling.idle(tx, row.model)):
                     continue
                 deadline = now + int(row.unload_timeout * SECOND)
                 # draining -> stopping
-                scheduling.set_state(tx, row.model, State.STOPPING, row.reason, deadline=deadline)
+                scheduling.set_state(tx, row.model, State.STOPPING, latest.reason, deadline=deadline)
                 stopping = _must(reading.process(tx, row.model))
             self._trees.signal_stop(stopping)
         return set()
