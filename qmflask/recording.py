@@ -198,7 +198,7 @@ class Recording:
             return usage.NOTHING, error.message, True
         status, reader = self._status(), self._reader
         if status == CLIENT_GONE:
-            reason = self._outcome.gone if self._outcome is not None else None
+            reason = self._outcome.gone if self._outcome is not None else str(self._error)
             tokens = reader.tokens() if reader is not None else usage.NOTHING
             return tokens, "cancelled" if reason == "cancelled" else f"the client is {reason or 'gone'}", True
         if error is not None or reader is None:
