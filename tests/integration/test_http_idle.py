@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "import qmflask.web.visit\nqmflask.web.visit.READ_SECONDS = 1\nfrom wsgi import application\n"
     )
     more = {"app": "impatient:application", "env": {"PYTHONPATH": f"{folder}:{REPO}"}}
-    with shared(folder / "service", config, **more) as service:
+    with shared(folder / "service", config, workers=1, **more) as service:
         yield service
 
 

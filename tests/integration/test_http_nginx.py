@@ -22,7 +22,7 @@ def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, 
         return {"models": {"alpha": {"cmd": service.fake("alpha")}, "echo": echo_model()}}
 
     with (
-        shared(folder / "service", config, args=("--bind", f"unix:{socket_path}")) as service,
+        shared(folder / "service", config, args=("--bind", f"unix:{socket_path}"), workers=1) as service,
         nginx(folder / "shipped", socket_path) as shipped,
         nginx(folder / "buffering", socket_path, **{"proxy_buffering off": "proxy_buffering on"}) as buffering,
     ):

@@ -178,7 +178,7 @@ def filtering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         if given["useModelName"]:
             model["useModelName"] = given["useModelName"]
         models[vector["id"]] = model
-    with shared(tmp_path_factory.mktemp("filters"), {"models": models}) as service:
+    with shared(tmp_path_factory.mktemp("filters"), {"models": models}, workers=1) as service:
         yield service
 
 
@@ -209,7 +209,7 @@ def pathed(tmp_path_factory: pytest.TempPathFactory, echo: int) -> Iterator[Serv
     for alias, model in given["aliases"].items():
         models[model]["aliases"] = [alias]
     peers = {name: {"proxy": f"http://127.0.0.1:{echo}", "models": offers} for name, offers in given["peers"].items()}
-    with shared(tmp_path_factory.mktemp("paths"), {"models": models, "peers": peers}) as service:
+    with shared(tmp_path_factory.mktemp("paths"), {"models": models, "peers": peers}, workers=1) as service:
         yield service
 
 
