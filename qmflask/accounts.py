@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from qmflask.config import Config
@@ -19,6 +19,7 @@ from qmflask.memory.ceiling import (
     holdings,
     news,
     ram_ceiling,
+    read_foreign,
     relearn,
     step,
 )
@@ -28,7 +29,7 @@ from qmflask.memory.samples import GIB
 from qmflask.memory.watchdog import ResidentView, Shed, Watch, watch
 from qmflask.meter import Measured, Meter
 from qmflask.policy.rules import Rules
-from qmflask.states import Phase, State
+from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, SwapRow
 
@@ -39,6 +40,8 @@ SECOND = 1_000_000_000
 STALE_INTERVALS = 4
 #: Cards that have not answered for this long tell a swap in reclaim nothing any more.
 UNREADABLE = 3 * SECOND
+#: How long after a stop what the cards show may still be that model's.
+LATE_RELEASE = 2 * SECOND
 
 
 class Accounts:
@@ -52,6 +55,10 @@ class Accounts:
             self._ceiling = Ceiling(floors=scheduling.floors(tx, store.boot_id))
         self._watch = Watch()
         self._taken = 0
+        #: The least that was ever in use and not ours: as good as foreign use until a settled reading tells.
+        self._least_unexplained: int | None = None
+        self._down: set[str] = set()
+        self._settles_at = 0
         self._relearned = 0
         self._warned: set[tuple[str, str, int]] = set()
 
@@ -65,17 +72,32 @@ class Accounts:
         self._taken = measured.at
         with self._store.read() as tx:
             rows = reading.processes(tx)
+            moved = reading.scheduler(tx).schedule_version != measured.version
             reclaiming = any(swap.phase is Phase.RECLAIM for swap in reading.swaps(tx))
+        # A sample that began before something of ours moved shows memory that no row explains any more.
+        unsettled = moved or reclaiming or self._just_stopped(rows, now)
         sample = fresh(measured.gpu, now, self._limit(config))
         views = _current(measured.models, rows)
         before, budget = self._ceiling, config.vram_budget
-        self._ceiling = step(before, sample, views, budget, config.vram_reserve, reclaiming)
+        self._ceiling = step(before, sample, views, budget, config.vram_reserve, unsettled)
         if sample is not None and sample.total and (line := news(before, self._ceiling)):
             log.info("%s", line)
+        unexplained = read_foreign(sample, views).total if sample is not None and sample.total else None
+        if unexplained is not None:
+            least = self._least_unexplained
+            self._least_unexplained = unexplained if least is None else min(least, unexplained)
         held = holdings(sample, views)
         self._write(measured, config, rows, held)
         self._learn(config, rows, held, measured)
         return self._watchdog(config, rules, rows, now)
+
+    def _just_stopped(self, rows: Mapping[str, ProcessRow], now: int) -> bool:
+        """Whether a model went down lately: a driver may free its memory a moment later."""
+        down = {row.model for row in rows.values() if row.state in DOWN}
+        if not down <= self._down:
+            self._settles_at = now + LATE_RELEASE
+        self._down = down
+        return now < self._settles_at
 
     def _limit(self, config: Config) -> int:
         return int(STALE_INTERVALS * config.performance.every * SECOND)
@@ -210,7 +232,13 @@ class Accounts:
     # -- reclaim gates ----------------------------------------------------------------------------------------
 
     def open_gates(
-        self, swap: SwapRow, config: Config, rules: Rules, now: int, earlier: Sequence[SwapRow]
+        self,
+        swap: SwapRow,
+        rows: Mapping[str, ProcessRow],
+        config: Config,
+        rules: Rules,
+        now: int,
+        earlier: Sequence[SwapRow],
     ) -> str | None:
         """The gates of a swap whose victims are about to be signalled, as JSON for its row; None if it needs none."""
         measured = self.meter.latest()
@@ -220,38 +248,60 @@ class Accounts:
         deadline = now + int(config.reclaim_timeout * SECOND)
         gates = []
         for pool in self._pools(config):
-            state = self._state(pool, rules, self._limit(config))
+            state = self._state(pool, rules, rows, self._limit(config))
             if state is None:
                 continue
             victims = {name: state.holds.get(name, 0) for name in swap.victims}
+            if pool == "vram":
+                state, victims = self._with_unsampled(state, victims, rules)
             charged = getattr(need, pool) if need is not None else 0
             if charged or any(victims.values()):
                 others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
                 gates.append(open_gate(swap.id, pool, state, victims, charged, deadline, others))
         return json.dumps([gate.to_json() for gate in gates]) if gates else None
 
+    def _with_unsampled(
+        self, state: PoolState, victims: dict[str, int], rules: Rules
+    ) -> tuple[PoolState, dict[str, int]]:
+        """Victims too young to have been sampled hold what neither foreign use nor our others explain.
+
+        The state then says what would be in use if they held their charge, so that the gate passes when use has come
+        down to what is explained, whatever they really took.
+        """
+        unsampled = {
+            name: rules.charges[name].vram
+            for name in victims
+            if name not in state.holds and name in rules.charges and rules.charges[name].vram
+        }
+        foreign = self._ceiling.foreign if self._ceiling.foreign is not None else self._least_unexplained
+        if not unsampled or foreign is None:
+            return state, victims
+        explained = foreign + sum(state.holds.values())
+        explained += sum(charge for model, charge in state.starting.items() if model not in state.holds)
+        return replace(state, used=explained + sum(unsampled.values())), {**victims, **unsampled}
+
     def _pools(self, config: Config) -> list[str]:
         pools = ["vram"] if self.meter.has_cards() else []
         return [*pools, "ram"] if config.ram_budget else pools
 
-    def look(self, waiting: Sequence[SwapRow], config: Config, rules: Rules, now: int) -> dict[int, list[Look]]:
+    def look(
+        self, waiting: Sequence[SwapRow], rows: Mapping[str, ProcessRow], config: Config, rules: Rules, now: int
+    ) -> dict[int, list[Look]]:
         """One look at all gates that wait, pool by pool in the order of swaps."""
         found: dict[int, list[Look]] = {row.id: [] for row in waiting}
         for pool in ("vram", "ram"):
             gates = [gate for row in waiting for gate in gates_of(row) if gate.pool == pool]
             if gates:
-                state = self._state(pool, rules, UNREADABLE) if pool in self._pools(config) else None
+                state = self._state(pool, rules, rows, UNREADABLE) if pool in self._pools(config) else None
                 for result in look_all(gates, state, now):
                     found[result.gate.swap].append(result)
         return found
 
-    def _state(self, pool: str, rules: Rules, limit: int) -> PoolState | None:
+    def _state(self, pool: str, rules: Rules, rows: Mapping[str, ProcessRow], limit: int) -> PoolState | None:
         """One pool now: from the cards' own thread, or from the kernel; sizes of our trees as last measured."""
         measured = self.meter.latest()
         if measured is None:
             return None
-        with self._store.read() as tx:
-            rows = reading.processes(tx)
         starting = {
             row.model: getattr(rules.charges[row.model], pool)
             for row in rows.values()

@@ -75,7 +75,7 @@ class Swaps:
         rows = reading.swaps(tx)
         swap = next(row for row in rows if row.id == swap_id)
         earlier = [row for row in rows if row.id < swap_id and row.reclaim]
-        gates = self._accounts.open_gates(swap, config, rules, now, earlier)
+        gates = self._accounts.open_gates(swap, reading.processes(tx), config, rules, now, earlier)
         scheduling.set_phase(tx, swap_id, Phase.STOPPING, signalled=1, reclaim=gates)
 
     def stop_idle(self, tx: Transaction, models: Iterable[str], reason: str, now: int) -> list[str]:
@@ -165,6 +165,8 @@ class Swaps:
         with self._store.read() as tx:
             if not all(scheduling.idle(tx, name) for name in (*swap.victims, *swap.blockers)):
                 return False
+        if self._meter.has_cards():
+            self._meter.measure_now()
         try:
             with self._store.write(self._generation) as tx:
                 self._enter_stopping(tx, swap.id, config, rules, now)
@@ -218,7 +220,7 @@ class Swaps:
         self._reclaim_due = 0
         moved = False
         for swap in waiting:
-            looks = self._accounts.look(waiting, config, rules, now)[swap.id]
+            looks = self._accounts.look(waiting, rows, config, rules, now)[swap.id]
             failed = next((look for look in looks if look.failed), None)
             if failed is not None:
                 self._drop_swap(swap, self._not_given_back(swap, failed))

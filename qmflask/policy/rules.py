@@ -26,7 +26,7 @@ class Rules:
 
 
 def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
-    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash (`learnSizes: false`: unused)."""
+    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash, unless learning is off."""
     learned = learned if config.learn_sizes else {}
     charges = {model.id: _charge(model, learned) for model in config.models.values()}
     return Rules(
