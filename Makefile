@@ -62,5 +62,6 @@ $(VENV)/for-run: $(VENV)/made setup.cfg setup.py
 	@touch $@
 
 $(VENV)/for-test: $(VENV)/made setup.cfg setup.py
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned test tools need Python 3.11: rm -r .venv, then make test PYTHON=python3.11")'
 	$(PIP) install --use-pep517 --editable '.[test,dev]'
 	@touch $@ $(VENV)/for-run

@@ -1,6 +1,7 @@
 """Time of one scheduling decision by number of models and queued requests; prints a table.
 
-Run: python bench/decide.py [rounds]. Medians of wall time in milliseconds (`admit` in microseconds).
+Run: python bench/decide.py [rounds]. Medians of processor time (a decision waits for nothing, and the machine may be
+shared): milliseconds, `admit` in microseconds.
 """
 
 from __future__ import annotations
@@ -98,12 +99,12 @@ def together(count: int) -> Snapshot:
 
 
 def median(function: Callable[[], object], rounds: int) -> float:
-    """Median wall time in seconds."""
+    """Median processor time in seconds."""
     times = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         function()
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return statistics.median(times)
 
 

@@ -335,8 +335,9 @@ def _current(models: Sequence[ModelView], rows: Mapping[str, ProcessRow]) -> lis
 
 
 def _free_to_go(config: Config, row: ProcessRow, leases: Mapping[str, int], now: int) -> bool:
-    group = config.groups[config.models[row.model].group]
-    return row.state is State.READY and not leases.get(row.model) and row.hold_until <= now and not group.persistent
+    group = config.groups.get(config.models[row.model].group)  # the matrix has none
+    kept = group is not None and group.persistent
+    return row.state is State.READY and not leases.get(row.model) and row.hold_until <= now and not kept
 
 
 def _card(card: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ answer.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +20,9 @@ import orjson
 
 from qmflask.config import Config
 from qmflask.host import Host
-from qmflask.journal import Journal, configure, wants_json
+from qmflask.journal import Journal, configure, wants_json, write_all
+from qmflask.logfiles import ModelLog
+from qmflask.logtail import Tail
 from qmflask.recording import Access, LineStyle, Recording
 from qmflask.store.activity import ActivityError, ActivityStore, Record, Retention
 from qmflask.store.counters import Tally
@@ -31,6 +34,7 @@ GATHER = 0.1
 #: How often the thread looks at what has no event: configuration, watchers, samples, retention.
 ROUND = 0.25
 PRUNE_EVERY = 30.0
+TELL_EVERY = 60.0
 #: Finished requests that may wait for a store that does not answer; more are dropped, oldest first.
 BACKLOG = 5000
 #: A page that looks at what is in flight says so this often (seconds).
@@ -57,12 +61,14 @@ class Activity:
         self._around = around
         self._as_json = wants_json()
         self._journal = Journal(state / "logs")
+        self._echo: Tail | None = None
+        self._echoed: object = None
         self._finished: deque[Recording] = deque(maxlen=BACKLOG)
         self._lines: deque[tuple[float, Access]] = deque(maxlen=BACKLOG)
         self._inflight: dict[str, Recording] = {}
         self._some = threading.Event()
         self._stop = threading.Event()
-        self._broken = False
+        self._silent_until = 0.0
         self._host = Host()
         self._watch_told = 0.0
         self._watched = 0.0
@@ -78,6 +84,7 @@ class Activity:
 
     def start(self) -> None:
         """Begin to write."""
+        self._echo_models()  # before the first model can be started
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
@@ -135,11 +142,13 @@ class Activity:
             self._some.clear()
             self._round()
         self._write()
+        self._end_echo()
 
     def _round(self) -> None:
         try:
             self._write()
             self._follow_configuration()
+            self._echo_models()
             self._try(self._publish_progress)
             self._try(self._sample)
             if time.monotonic() >= self._next_prune:
@@ -149,15 +158,14 @@ class Activity:
             log.exception("recording activity failed")
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Do something with the store; a failure is told once, until it works again."""
+        """Do something with the store; failures are told once a minute."""
         try:
             step()
         except ActivityError as error:
-            if not self._broken:
+            now = time.monotonic()
+            if now >= self._silent_until:
+                self._silent_until = now + TELL_EVERY
                 log.warning("activity is not recorded: %s", error)
-            self._broken = True
-        else:
-            self._broken = False
 
     def _write(self) -> None:
         """Write all that has ended since the last time: access lines, then records, counters and captures."""
@@ -195,6 +203,31 @@ class Activity:
             old.close()
         elif self.store.gone():
             log.warning("%s was removed: beginning a new one", path)
+
+    def _echo_models(self) -> None:
+        """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout.
+
+        The others follow, too, and stay silent, so that whoever leads next goes on at the right place.
+        """
+        config = self._around.config()
+        if config.log_to_stdout not in ("upstream", "both"):
+            self._end_echo()
+            return
+        if self._echoed is not config:
+            logs = [ModelLog(self._state / "logs", name) for name in config.models]
+            self._echo = self._echo or Tail(logs, 0)
+            self._echo.extend(logs)
+            self._echoed = config
+        assert self._echo is not None
+        while data := self._echo.read():
+            if self._around.leading():
+                write_all(sys.stdout.fileno(), data)
+
+    def _end_echo(self) -> None:
+        if self._echo is not None:
+            self._echo.close()
+            self._echo = None
+        self._echoed = None
 
     def _publish_progress(self) -> None:
         now = time.time()

@@ -17,8 +17,28 @@ from qmflask.router import Router
 from qmflask.runtime import Runtime, complain, source_path, state_path
 from qmflask.shutdown import stop_models
 from qmflask.store import StoreError
-from qmflask.web import access, configuration, inference, logs, memory, models, operations
-from qmflask.web.answers import error_answer
+from qmflask.web import (
+    access,
+    auth,
+    configuration,
+    events,
+    inference,
+    inflight,
+    logs,
+    memory,
+    metrics,
+    models,
+    operations,
+    profiles,
+    prometheus,
+    request_id,
+    status,
+    ui,
+    upstream_path,
+)
+from qmflask.web.answers import error_answer, preflight, redirect, text_answer
+from qmflask.web.draining import drain
+from qmflask.web.raw import cleaned, raw_path
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +46,20 @@ _runtime = Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
 
 
+#: Each has `blueprint(router)`; `access` is registered before them.
+_MODULES = (
+    *(upstream_path, inference, models, profiles, operations, configuration, memory),
+    *(logs, metrics, prometheus, events, inflight, status, ui),
+)
+
+
 def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     """The Flask application over a source of this process's Router."""
     app = Flask("qmflask", static_folder=None)
-    for module in (inference, models, operations, configuration, access, logs, memory):
+    app.url_map.merge_slashes = False  # `_before` redirects, in the spelling that the client used
+    app.register_blueprint(access.blueprint(router))  # its clock starts first
+    app.before_request(_before)
+    for module in _MODULES:
         app.register_blueprint(module.blueprint(router))
     app.register_error_handler(QmflaskError, _known_error)
     app.register_error_handler(ClientGone, _client_gone)
@@ -38,24 +68,44 @@ def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
     return app
 
 
+def _before() -> Response | None:
+    """For every request, whatever its path: an id, the answer to OPTIONS, and the redirect to a clean path."""
+    environ = request.environ
+    request_id.assign(environ)
+    if environ["REQUEST_METHOD"] == "OPTIONS":
+        return preflight(environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS"))
+    path = raw_path(environ)
+    clean = cleaned(path)
+    return redirect(307, clean, environ.get("QUERY_STRING", "")) if clean != path else None
+
+
 def _known_error(error: QmflaskError) -> Response:
-    return error_answer(error, request.headers.get("Accept", ""))
+    drain(request.environ)
+    return error_answer(error, request.headers.get("Accept", ""), request.environ.get(request_id.KEY))
 
 
 def _client_gone(error: ClientGone) -> Response:
     """Nobody reads this, unless the request was cancelled through the API."""
-    return Response(status="499 Client Closed Request")
+    accept, identity = request.headers.get("Accept", ""), request.environ.get(request_id.KEY)
+    return error_answer(Cancelled("the request was cancelled"), accept, identity)
+
+
+class Cancelled(QmflaskError):
+    """What a client reads whose request somebody cancelled through the API before its answer began."""
+
+    status, code = 499, "cancelled"
 
 
 def _http_error(error: HTTPException) -> Response:
+    drain(request.environ)
     text = "404 page not found" if error.code == 404 else f"{error.code} {error.name}"
     headers = [(name, value) for name, value in error.get_headers() if name.lower() == "allow"]
-    return Response(text, error.code, headers, mimetype="text/plain")
+    return text_answer(text, error.code or 500, headers)
 
 
 def _bug(error: Exception) -> Response:
     log.exception("%s %s failed", request.method, request.path)
-    return error_answer(QmflaskError("internal error; the log has the details"), request.headers.get("Accept", ""))
+    return _known_error(QmflaskError("internal error; the log has the details"))
 
 
 # -- what gunicorn.conf.py calls ------------------------------------------------------------------------------
@@ -65,10 +115,12 @@ def start_worker(worker: Any) -> None:
     """`post_worker_init`: build this worker's Router now, so that it stands for election before its first request."""
     setup_logging()
     try:
-        _runtime.start(worker)
+        router = _runtime.start(worker)
     except (ConfigError, StoreError) as error:
         complain(error)
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
+    if getattr(worker, "age", 1) == 1:  # one worker says it for all
+        auth.warn_if_open(router.live.config, [listener.getsockname() for listener in worker.sockets])
 
 
 def stop_worker(worker: Any) -> None:
@@ -89,6 +141,9 @@ def stop_service() -> None:
 def setup_logging() -> None:
     """Send qmflask's log to stdout and to one file of the state directory, once. `QMFLASK_LOG=json` for JSON lines."""
     install(state_path(source_path()) / "logs", as_json=wants_json())
+    for handler in logging.getLogger("qmflask").handlers:
+        if not handler.filters:
+            handler.addFilter(request_id.RequestIdFilter())
 
 
 app = create_app()

@@ -40,6 +40,8 @@ def from_json(body: bytes) -> Wanted:
     plain = body.count(b'"model"') <= 1 and body.count(b'"stream"') <= 1 and not _escapes_letters(body)
     if not plain or not (model is None or isinstance(model, str)):
         model, stream = _first_members(body)
+    if model and not _is_text(model):
+        raise InvalidJSON("The model's name holds half of a surrogate pair, which is no character.")
     return Wanted(model or None, _truthy(stream))
 
 
@@ -88,6 +90,11 @@ def rename_in_json(body: bytes, model: str) -> bytes:
 def _escapes_letters(body: bytes) -> bool:
     """True if a name may be spelled with escapes, so that counting its plain spelling proves nothing."""
     return b"\\u006" in body or b"\\u007" in body
+
+
+def _is_text(name: str) -> bool:
+    """False for what the grammar of JSON allows but no encoding: it would fail wherever the name is written."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _first_members(body: bytes) -> tuple[str | None, Any]:

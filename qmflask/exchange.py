@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from qmflask import http1
 from qmflask.errors import BadRequest, ClientGone, UpstreamTimeout, UpstreamUnreachable
-from qmflask.hangup import Client
+from qmflask.hangup import Client, probe_peer
 from qmflask.headers import Header
 
 #: Bytes taken from the socket at once; also the longest body that leaves in one packet with its head.
@@ -99,6 +99,8 @@ class Exchange:
                     sock.setsockopt(*option)
                 self.hold(sock)
                 sock.connect(address)
+                if not host.startswith("127."):
+                    probe_peer(sock)  # a peer's host may vanish amid an answer without a word
                 return sock
             except OSError as error:
                 problem = error

@@ -131,6 +131,7 @@ class HangupWatcher:
         if watched.fd < 0:
             client.cancel()
             return
+        probe_peer(sock)
         with self._lock:
             if self._closing:
                 return
@@ -204,6 +205,15 @@ class HangupWatcher:
                 _shut(watched.sock)
         for watched in stalled:
             watched.client.cancel("stalled")
+
+
+def probe_peer(sock: socket.socket) -> None:
+    """Have the kernel notice within about a minute that a TCP peer's host is gone; for AF_UNIX there is no need."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
 def client_socket(environ: Mapping[str, Any]) -> socket.socket | None:

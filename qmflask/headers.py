@@ -9,6 +9,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 
@@ -58,8 +59,7 @@ def request_headers(
     for key, value in environ.items():
         if key[:5] != "HTTP_":
             continue
-        name = key[5:].replace("_", "-")
-        lower = name.lower()
+        name, lower = _names(key)
         if lower in HOP_BY_HOP or lower in _OURS or lower in named:
             continue
         if lower in _KEY_HEADERS and (upstream_key or _carries(lower, value, accepted_key)):
@@ -68,7 +68,7 @@ def request_headers(
             continue
         if readable and lower == "accept-encoding":
             value = readable_codings(value)
-        headers.append((name.title(), value))
+        headers.append((name, value))
     if environ.get("CONTENT_TYPE"):
         headers.append(("Content-Type", environ["CONTENT_TYPE"]))
     if upstream_key:
@@ -144,6 +144,13 @@ def readable_codings(accept_encoding: str) -> str:
     """An Accept-Encoding value with only gzip, deflate and identity left; identity if none is."""
     kept = [part.strip() for part in accept_encoding.split(",") if _coding(part) in _CODINGS]
     return ", ".join(kept) or "identity"
+
+
+@lru_cache(maxsize=512)
+def _names(key: str) -> tuple[str, str]:
+    """A WSGI key as a header's name, in the usual spelling and in lower case."""
+    name = key[5:].replace("_", "-")
+    return name.title(), name.lower()
 
 
 def _coding(part: str) -> str:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from qmflask import bodies
 from qmflask.bodies import Wanted
-from qmflask.errors import BadRequest, BodyTooLarge
+from qmflask.errors import BadRequest, BodyTooLarge, Unavailable
 from qmflask.multipart import Field, FieldFinder, boundary_of
 
 BLOCK = 256 * 1024
@@ -183,7 +183,7 @@ def _other(source: Source, content_type: str, query: str, spool_dir: str | None)
         wanted = bodies.from_form(body)
         return Intake("form", wanted if wanted.model else bodies.from_query(query), body=body)
     held = _spool(spool_dir)
-    held.write(start)
+    _hold(held, start)
     return Intake("raw", bodies.from_query(query), source=source, held=held)
 
 
@@ -192,7 +192,7 @@ def _multipart(source: Source, boundary: bytes, spool_dir: str | None) -> Intake
     held = _spool(spool_dir)
     try:
         for block in source:
-            held.write(block)
+            _hold(held, block)
             if finder.feed(block):
                 break
         else:
@@ -206,6 +206,17 @@ def _multipart(source: Source, boundary: bytes, spool_dir: str | None) -> Intake
 
 def _spool(directory: str | None) -> IO[bytes]:
     return tempfile.SpooledTemporaryFile(max_size=SPOOL_ABOVE, dir=directory)
+
+
+def _hold(held: IO[bytes], block: bytes) -> None:
+    try:
+        held.write(block)
+    except OSError as error:
+        raise Unavailable(
+            f"There is no room to hold an upload whose model is not known yet ({error.strerror}); "
+            "send the field `model` before the file.",
+            retry_after=10,
+        ) from error
 
 
 def _announced(environ: Mapping[str, Any]) -> int | None:

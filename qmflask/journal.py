@@ -76,6 +76,13 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however much the descriptor takes at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 class Journal:
     """Appends whole lines to the log file and, if wanted, to stdout. Thread-safe; opens its file at the first line."""
 
@@ -90,7 +97,7 @@ class Journal:
     def write(self, lines: bytes) -> None:
         """Append complete lines; other workers' lines never end up inside them."""
         if self.stdout:
-            self._write_all(sys.stdout.fileno(), lines)
+            write_all(sys.stdout.fileno(), lines)
         with self._lock:
             try:
                 self._append(lines)
@@ -105,17 +112,11 @@ class Journal:
         if self._fd is None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._fd = os.open(self._file.path, flags, 0o600)
-        self._write_all(self._fd, lines)
+        write_all(self._fd, lines)
         self._since_look += len(lines)
         if self._since_look > _LOOK_EVERY:
             self._since_look = 0
             self._file.trim()
-
-    @staticmethod
-    def _write_all(fd: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""

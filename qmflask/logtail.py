@@ -13,7 +13,7 @@ from qmflask.logfiles import Follower, ModelLog
 #: Bytes of history before the live part (compatibility 3.9).
 HISTORY = 100 * 1024
 #: Bytes handed over at a time.
-CHUNK = 64 * 1024
+CHUNK = 128 * 1024
 
 
 class Tail:

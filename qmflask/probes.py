@@ -44,6 +44,8 @@ class ProbeResult:
 
     status: int | None
     error: str = ""
+    #: Nobody listens: the server has seen nothing of this.
+    refused: bool = False
 
     @property
     def ok(self) -> bool:
@@ -65,12 +67,21 @@ def interval_ns(elapsed_ns: int) -> int:
     return min(max(elapsed_ns // 100, 10 * _MS), 250 * _MS)
 
 
+def knock_ns(elapsed_ns: int) -> int:
+    """Time to the next try while nobody listens, which costs the server nothing and us 30 us: a fifth of the above."""
+    return interval_ns(elapsed_ns) // 5
+
+
 class _Stopped(Exception):
     """Raised inside an exchange when its prober was told to stop."""
 
 
 class _Failed(Exception):
     """Raised inside an exchange; the text is for people."""
+
+
+class _Refused(_Failed):
+    """Raised when all addresses refuse the connection."""
 
 
 class _Target:
@@ -151,13 +162,16 @@ class _Exchange:
             raise TimeoutError
 
     def _connect(self) -> socket.socket:
-        problem = "no address"
+        codes = []
         for family, address in self._target.addresses():
             code = self._connect_to(family, address)
             if code == 0 and self._sock is not None:
                 return self._start_tls(self._sock)
-            problem = "connection refused" if code == errno.ECONNREFUSED else os.strerror(code)
-        raise _Failed(f"{problem} at {self._target.host}:{self._target.port}")
+            codes.append(code)
+        where = f"{self._target.host}:{self._target.port}"
+        if set(codes) == {errno.ECONNREFUSED}:
+            raise _Refused(f"connection refused at {where}")
+        raise _Failed(f"{os.strerror(codes[-1]) if codes else 'no address'} at {where}")
 
     def _connect_to(self, family: int, address: tuple[object, ...]) -> int:
         """errno of connecting, 0 for success; the socket is then in `self._sock`."""
@@ -257,7 +271,7 @@ def _ask(target: _Target, deadline_ns: int, stop_fd: int | None, body: bytes | N
     except Malformed as error:
         return ProbeResult(None, f"the server {error}")
     except (OSError, _Failed) as error:
-        return ProbeResult(None, getattr(error, "strerror", None) or str(error))
+        return ProbeResult(None, getattr(error, "strerror", None) or str(error), isinstance(error, _Refused))
 
 
 def probe_once(url: str, timeout: float, host_header: str | None = None) -> ProbeResult:
@@ -288,6 +302,8 @@ class WarmUp:
 
 class Prober:
     """One thread that probes one starting model: at once, then after each `interval_ns`, until its deadline.
+
+    While nobody listens it tries more often (`knock_ns`): most servers bind their port when they are ready.
 
     Calls `on_result(model, ok, detail)` once, in its own thread: healthy, deadline passed, or stopped. Owns a thread,
     a wake-up descriptor and the socket of the moment; the descriptors are closed before that call is made.
@@ -367,7 +383,8 @@ class Prober:
             bound = min(self._deadline_ns, began + PROBE_BOUND_NS)
             result = _ask(target, bound, self._stop_fd, None, whole=False)
             last = result.detail
-            pause = interval_ns(began - self._started_ns)
+            elapsed = began - self._started_ns
+            pause = knock_ns(elapsed) if result.refused else interval_ns(elapsed)
             if result.ok:
                 failure = self._warm_up(warmup_target)
                 if failure is None:

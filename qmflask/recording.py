@@ -71,7 +71,7 @@ class Recording:
     def __init__(self, keeper: Keeper, environ: Mapping[str, Any], capture_limit: int) -> None:
         self._keeper = keeper
         self._environ = environ
-        self.id = uuid.uuid4().hex
+        self.id: str = environ.get("qmflask.request_id") or uuid.uuid4().hex
         self.began = time.monotonic_ns()
         self.wall = time.time()
         self.path: str = environ.get("PATH_INFO") or "/"

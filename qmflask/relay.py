@@ -107,7 +107,8 @@ def open_relay(
     if short is not None:
         body = _ShortBody(short, response, client, outcome, on_end, observer, scan)
     else:
-        body = _StreamBody(response, client, outcome, on_end, observer, scan, stream)
+        # Amid a compressed stream an event of ours would be noise: it is cut like any other body.
+        body = _StreamBody(response, client, outcome, on_end, observer, scan, stream and scan is not None)
     return Relayed(header_rules.status_line(response.status, response.reason), passed, body)
 
 

@@ -7,8 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,14 @@ from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.hangup import Client, HangupWatcher
 from qmflask.leader import Duties, Leader
+from qmflask.leases import NO_WISHES, Ask, Lease, Pending, Waiter, idle_streams
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
 from qmflask.states import State
-from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
+from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
+from qmflask.store.counters import Sum
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -41,132 +42,6 @@ NO_LEADER = 10 * SECOND
 VIEWERS = 4
 #: How long a request waits for one of the worker's slots before it is refused.
 SLOT_WAIT = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a request brings besides its model: its id for people, what the page shows, and the waits it asks for."""
-
-    public_id: str = ""
-    detail: Any = None
-    patience_ms: int | None = None
-    hold_ms: int | None = None
-
-
-NO_WISHES = Ask()
-
-
-@dataclass
-class Lease:
-    """The right to use a model from grant to the end of the answer; `end` exactly once, from the answer's `close`."""
-
-    router: Router
-    id: int
-    model: str
-    proxy: str
-    live: Live
-    arrival: Arrival
-    client: Client
-    granted_at: int
-    paid: bool
-    hold_ms: int | None = None
-    _ended: bool = field(default=False, repr=False)
-
-    @property
-    def wait_ms(self) -> float:
-        """From arrival to grant."""
-        return (self.granted_at - self.arrival.arrival) / MILLISECOND
-
-    def end(self, *, tool_call: bool = False) -> None:
-        """End the lease; `tool_call` says how the answer ended, which decides the hold. Idempotent."""
-        self.router.end_lease(self, tool_call)
-
-
-class Waiter:
-    """One request thread that waits for its row to change; woken by the mailbox thread or by its client's end."""
-
-    def __init__(self, request: int) -> None:
-        self.request = request
-        self.outcome: Ended | errors.QmflaskError | None = None
-        self.woken = threading.Event()
-
-    def tell(self, outcome: Ended | errors.QmflaskError) -> None:
-        """Hand over what became of the request."""
-        self.outcome = outcome
-        self.woken.set()
-
-
-class Pending:
-    """A request in the queue. Use it in a `with`, or `close` it: a row that nobody waits for any more is withdrawn."""
-
-    def __init__(
-        self,
-        router: Router,
-        request: int,
-        live: Live,
-        arrival: Arrival,
-        client: Client,
-        hold_ms: int | None,
-        mails: int,
-    ) -> None:
-        self._router = router
-        self._live = live
-        self.arrival = arrival
-        self._client = client
-        self._hold_ms = hold_ms
-        self._waiter = Waiter(request)
-        self._open = True
-        self._detach = client.attach(self._waiter.woken.set)
-        try:
-            router.register(self._waiter, mails)
-        except BaseException:
-            self.close()
-            raise
-
-    def wait(self, timeout: float | None = None) -> Lease | None:
-        """The lease; None when `timeout` seconds have passed without one. Raises what `Router.lease` raises."""
-        if not self._waiter.woken.wait(timeout):
-            return None
-        ended = self.ended()
-        assert ended.proxy is not None
-        live, arrival, client = self._live, self.arrival, self._client
-        return self._router._enter(ended.id, ended.proxy, live, arrival, client, self._hold_ms, paid=ended.paid)
-
-    def ended(self) -> Ended:
-        """Block until the row's outcome is known, and take it; withdraws the row when the client leaves first."""
-        self._waiter.woken.wait()
-        self._forget()
-        outcome = self._waiter.outcome
-        if isinstance(outcome, Ended):
-            if outcome.state != "granted":
-                admission.withdraw(self._router._store, self._waiter.request)
-            if outcome.state == "failed":
-                assert outcome.error_code is not None
-                raise errors.from_code(outcome.error_code, outcome.error_message or "", retry_after=outcome.retry_after)
-            return outcome
-        self._router.withdraw(self._waiter.request)
-        raise outcome if outcome is not None else errors.ClientGone(self._client.reason or "cancelled")
-
-    def place(self) -> reading.Place:
-        """Where it stands now."""
-        return self._router.place(self._waiter.request, self.arrival.model)
-
-    def close(self) -> None:
-        """Leave the queue unless the outcome was taken; idempotent."""
-        if self._open:
-            self._forget()
-            self._router.withdraw(self._waiter.request)
-
-    def _forget(self) -> None:
-        self._open = False
-        self._detach()
-        self._router.unregister(self._waiter)
-
-    def __enter__(self) -> Pending:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Router:
@@ -195,8 +70,6 @@ class Router:
         self._children = Children()
         self.upstream = Upstream()
         self.hangups = HangupWatcher()
-        #: Told of each request that a model or peer answers; see `web.visit.Recorder`.
-        self.recorder: Any = None
         self._lock = threading.Lock()
         self._waiters: dict[int, Waiter] = {}
         self._leases: dict[int, Lease] = {}
@@ -318,7 +191,7 @@ class Router:
         if isinstance(outcome, Reject):
             raise errors.from_code(outcome.code, outcome.message, retry_after=outcome.retry_after)
         if isinstance(outcome, Granted):
-            return self._enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
+            return self.enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
         return Pending(self, outcome.id, live, arrival, client, ask.hold_ms, mails)
 
     def lease_peer(self, live: Live, name: str, client: Client, ask: Ask = NO_WISHES) -> Lease:
@@ -327,7 +200,7 @@ class Router:
             raise errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1)
         arrival = self._arrival("peer", live, name, ask)
         row = admission.reinsert(self._store, arrival, arrival.arrival)
-        return self._enter(row, "", live, arrival, client, None, paid=False)
+        return self.enter(row, "", live, arrival, client, None, paid=False)
 
     def _arrival(self, kind: str, live: Live, model: str, ask: Ask = NO_WISHES) -> Arrival:
         now = time.monotonic_ns()
@@ -347,7 +220,7 @@ class Router:
             detail=orjson.dumps(ask.detail).decode() if ask.detail is not None else None,
         )
 
-    def _enter(
+    def enter(
         self,
         request: int,
         proxy: str,
@@ -358,6 +231,7 @@ class Router:
         *,
         paid: bool,
     ) -> Lease:
+        """A lease for a row that is granted in the store."""
         lease = Lease(self, request, arrival.model, proxy, live, arrival, client, time.monotonic_ns(), paid, hold_ms)
         with self._lock:
             self._leases[lease.id] = lease
@@ -376,10 +250,11 @@ class Router:
         with self._lock:
             self._waiters.pop(waiter.request, None)
 
-    def withdraw(self, request: int) -> None:
-        """The client left, or the worker drains: the row goes, and whoever waited behind it is looked at."""
+    def withdraw(self, request: int, *, wake: bool = True) -> None:
+        """Remove a row: it is answered, or (`wake`) its client left and whoever waited behind it is looked at."""
         admission.withdraw(self._store, request)
-        self.wake_leader()
+        if wake:
+            self.wake_leader()
 
     def load_of(self, selector: str) -> reading.SelectorLoad:
         """What a selector chooses by."""
@@ -463,6 +338,11 @@ class Router:
             scheduling.set_config_error(tx, error or None)
         self._spread(self._store)
         return error
+
+    def counters(self) -> Sequence[Sum]:
+        """What the leaders have counted so far."""
+        with self._store.read() as tx:
+            return list(counters.read(tx))
 
     def status(self) -> reading.Status:
         """What the box is doing, in one consistent read."""
@@ -571,6 +451,20 @@ class Router:
         if silent:
             self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
         self._reconcile()
+        self._cut_idle_streams()
+
+    def _cut_idle_streams(self) -> None:
+        """A page that was left open must not keep a model for ever."""
+        with self._lock:
+            leases = [lease for lease in self._leases.values() if lease.idle_limit]
+        if not leases:
+            return
+        with self._store.read() as tx:
+            states = {row.model: row.state for row in reading.processes(tx).values()}
+            counts = reading.leases(tx)
+        for lease in idle_streams(leases, states, counts, time.monotonic_ns()):
+            log.info("cutting an idle stream of model %s (idleStreamTimeout)", lease.model)
+            lease.client.cancel("idle")
 
     def _move_to_new_store(self) -> None:
         """The file was removed or replaced: open the new one and enter ourselves and our leases again."""

@@ -61,10 +61,11 @@ class Swaps:
         names = " ".join(action.victims) or "nothing"
         log.info("swap %d: start %s, stop %s%s", swap, action.target, names, ", draining" if action.fixed else "")
         ready = [name for name in action.victims if name in rows and rows[name].state is State.READY]
-        if all(scheduling.idle(tx, name) for name in (*ready, *action.blockers)):
+        idle = all(scheduling.idle(tx, name) for name in ready)
+        if idle and all(scheduling.idle(tx, name) for name in action.blockers):
             self._enter_stopping(tx, swap, config, rules, now)
             return self.stop_idle(tx, ready, f"evicted for {action.target}", now)
-        if not action.fixed and not action.blockers:
+        if not action.fixed and not idle:  # only patience that is over drains victims; a render may just be waited for
             raise Conflict("a victim is in use again")
         for name in ready:
             scheduling.set_state(tx, name, State.DRAINING, f"evicted for {action.target}")  # ready -> draining
@@ -141,7 +142,8 @@ class Swaps:
         model = config.models.get(row.model)
         if model is None or row.model == target or row.state is not State.READY or model.pool != pool:
             return False
-        protected = config.groups[model.group].persistent or not model.displace
+        group = config.groups.get(model.group)  # the matrix has none
+        protected = not model.displace or (group is not None and group.persistent)
         return not protected and row.hold_until <= now and scheduling.idle(tx, row.model)
 
     def advance(self, config: Config, rules: Rules, now: int) -> bool:
@@ -240,7 +242,7 @@ class Swaps:
             self._looked_at = sample.at
             return True
         if now >= self._reclaim_due:  # the pause is over: have the cards read again, and come back when they answer
-            self._meter.gpu.ask()
+            self._meter.ask()  # trees too: a model that started meanwhile must be told from memory not given back
             self._reclaim_due = now + LOOK_AGAIN
         return now - sample.at > UNREADABLE
 

@@ -264,6 +264,10 @@ class _Adapter(HTTPAdapter):
             self._pools[request.url] = pool
         return pool
 
+    def request_url(self, request: Any, proxies: Any) -> str:
+        """Called by requests for the target, which the exchange knows; its own looks for proxies in vain."""
+        return "/"
+
     def build_response(self, req: requests.PreparedRequest, resp: Any) -> Any:
         """Called by requests at the end of `send`."""
         return resp

@@ -10,6 +10,7 @@ import random
 import shlex
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -245,9 +246,11 @@ class Service:
         return [sys.executable, "-m", "gunicorn", *where, *sizes, *self.args, self.app]
 
     def start(self, timeout: float = PATIENCE) -> Service:
-        """Start gunicorn and wait for the first answered /health."""
+        """Start gunicorn and wait for the first answered /health, and until every worker serves."""
         self.spawn()
         self.wait_until_up(timeout)
+        if (self.state / "state.db").exists():
+            eventually(lambda: len(self._registered_workers()) >= self.workers, "every worker is up", timeout)
         return self
 
     def spawn(self) -> None:
@@ -307,6 +310,7 @@ class Service:
         left: list[str] = []
         try:
             if self.process is not None and self.process.poll() is None:
+                left += self._leases_left()
                 self.stop()
         except subprocess.TimeoutExpired:
             left.append("gunicorn did not end within 60 s after TERM")
@@ -320,7 +324,28 @@ class Service:
             self.ports.close()
         assert not left, "left running after the service ended:\n" + "\n".join(left)
 
+    def _leases_left(self) -> list[str]:
+        try:
+            eventually(lambda: not self.leases(), "", timeout=5)
+        except AssertionError:
+            return [f"leases: {self.leases()}"]
+        return []
+
     # --- what can be seen from outside
+
+    def leases(self) -> list[tuple[Any, ...]]:
+        """(model, path or id) of every request that holds a lease, by the state database; [] if there is none."""
+        return self._query("SELECT model, coalesce(detail, public_id) FROM requests WHERE state = 'granted'")
+
+    def _registered_workers(self) -> list[int]:
+        return [pid for (pid,) in self._query("SELECT pid FROM workers WHERE NOT draining") if pid in self.processes()]
+
+    def _query(self, sql: str) -> list[tuple[Any, ...]]:
+        path = self.state / "state.db"
+        if not path.exists():
+            return []
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as db:
+            return db.execute(sql).fetchall()
 
     def processes(self) -> dict[int, str]:
         """Live processes that carry our state directory in their environment: pid -> command line."""

@@ -11,6 +11,7 @@ from qmflask import __version__
 #: Command -> module of this package whose `command` it is. A new command needs a line here.
 COMMANDS = {
     "check": "check",
+    "estimate": "estimate",
     "plan": "plan",
     "schema": "schema",
 }

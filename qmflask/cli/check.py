@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unicodedata import east_asian_width
 
 import click
 
@@ -87,7 +88,7 @@ def _print_problem(problem: Problem) -> None:
 
 def _print_table(config: Config) -> None:
     rows = [_HEADS, *(_row(model) for model in config.models.values())]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS) - 1)]
+    widths = [max(_width(row[column]) for row in rows) for column in range(len(_HEADS) - 1)]
     room = max(30, _terminal_width() - sum(widths) - 2 * len(widths))
     for number, row in enumerate(rows):
         line = _line(row, widths, room)
@@ -99,9 +100,15 @@ def _terminal_width() -> int:
     return os.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
+def _width(text: str) -> int:
+    """Columns on a terminal; ideographs take two."""
+    return sum(2 if east_asian_width(char) in "WF" else 1 for char in text)
+
+
 def _line(row: Sequence[str], widths: Sequence[int], room: int) -> str:
+    cells = [cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=False)]
     last = row[-1] if len(row[-1]) <= room else row[-1][: room - 3] + "..."
-    return "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), last]).rstrip()
+    return "  ".join([*cells, last]).rstrip()
 
 
 def _row(model: Model) -> tuple[str, ...]:

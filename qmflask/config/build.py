@@ -9,7 +9,7 @@ from qmflask.config import namespace
 from qmflask.config.context import Context
 from qmflask.config.expand import Templates
 from qmflask.config.go_regex import compile_go
-from qmflask.config.problems import Path, nearest, shown
+from qmflask.config.problems import Path, shown
 from qmflask.config.resolved import (
     DEFAULT_IGNORE,
     ApiKey,
@@ -285,7 +285,7 @@ def _capabilities(ctx: Context, path: Path, section: ModelSection) -> Capabiliti
         for number, value in enumerate(values):
             if value not in known:
                 text = f"model {shown(path[1])}: capabilities.{side}: invalid modality {shown(value)!r}"
-                close = nearest(value, known)
+                close = ctx.problems.guess(value, known)
                 hint = f"did you mean {close[0]}?" if close else None
                 ctx.error(text, (*base, side, number), allowed=", ".join(known), hint=hint)
     if caps.context < 0:

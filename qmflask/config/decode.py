@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from qmflask.config.environment import is_masked
-from qmflask.config.problems import Path, Problems, dotted, nearest, shown
+from qmflask.config.problems import Path, Problems, dotted, shown
 from qmflask.config.scalars import kind_of
 from qmflask.config.schema import RootSection, Section
 from qmflask.config.yaml12 import Map, Node, Seq, locate, plain_data
@@ -126,15 +126,15 @@ def inner_section(annotation: Any) -> tuple[type[Section] | None, str]:
 
 def unknown_keys(
     node: Node, section: type[Section] = RootSection, path: Path = ()
-) -> Iterator[tuple[Path, str, type[Section]]]:
-    """Every key that its section does not have: (path, what it may be instead, section). Top-level `x-` is free."""
+) -> Iterator[tuple[Path, type[Section]]]:
+    """Every key that its section does not have: (path, section). Top-level `x-` is free."""
     if not isinstance(node, Map):
         return
     keys = section_keys(section)
     for key, value in node.entries.items():
         if key not in keys:
             if path or not key.startswith("x-"):
-                yield (*path, key), next(iter(nearest(key, keys)), ""), section
+                yield (*path, key), section
             continue
         inner, how = inner_section(keys[key])
         if inner is None:

@@ -1,6 +1,6 @@
 """`${env.NAME}` in the text of a file: pasted by the text rule, but never allowed to change the document's structure.
 
-Each reference is first masked by a private character of the same length, so that the masked text parses with the
+Each reference is first masked by a mask of the same length, so that the masked text parses with the
 positions of the original, references in comments are seen to be dead, and the structure with and without a value can
 be compared (compatibility 1.7).
 """
@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from qmflask.config.problems import Mark, Problems, nearest
+from qmflask.config.problems import Mark, Problems
 from qmflask.config.yaml12 import Event, YamlError, events
 
 _REFERENCE = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
-#: First character of a private plane that no text uses; one character per reference.
-_MASK = 0x100000
-_MASKED = re.compile("[\U00100000-\U0010fffd]+")
-_MAX_REFERENCES = 60_000
+#: A mask is a mark and digits, all of them code points that Unicode keeps out of texts for ever.
+_MARK, _DIGIT = "\ufde1", 0xFDD0
+_MASKED = re.compile("\ufde1[\ufdd0-\ufddf]+")
+_RESERVED = re.compile("[\ufdd0-\ufdef]")
+_MAX_REFERENCES = 20_000
+_MAX_SUSPECTS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ def read(text: str, file: str, environ: Mapping[str, str], problems: Problems) -
     Raises YamlError when the text is not YAML.
     """
     text = text.removeprefix("\ufeff")
+    if _RESERVED.search(text):
+        raise YamlError("the text holds characters that are no text (U+FDD0 to U+FDEF)")
     references = _references(text)
     if not references:
         return events(text)
@@ -56,8 +60,9 @@ def _references(text: str) -> list[_Reference]:
     for number, match in enumerate(_REFERENCE.finditer(text)):
         if number >= _MAX_REFERENCES:
             raise YamlError("too many ${env...} references in one file")
-        length = match.end() - match.start()
-        found.append(_Reference(match.group(1), match.start(), match.end(), chr(_MASK + number) * length))
+        digits = f"{number:0{match.end() - match.start() - 1}x}"
+        mask = _MARK + "".join(chr(_DIGIT + int(digit, 16)) for digit in digits)
+        found.append(_Reference(match.group(1), match.start(), match.end(), mask))
     return found
 
 
@@ -75,8 +80,8 @@ def _live(stream: list[Event], references: list[_Reference]) -> set[int]:
     seen: set[str] = set()
     for event in stream:
         if event.kind == "scalar" and not event.value.isascii():
-            seen.update(*_MASKED.findall(event.value))
-    return {number for number, reference in enumerate(references) if reference.mask[0] in seen}
+            seen.update(_MASKED.findall(event.value))
+    return {number for number, reference in enumerate(references) if reference.mask in seen}
 
 
 def _values(
@@ -94,6 +99,7 @@ def _values(
         # wants every variable, and so do we, lest a file mean different things in the two.
         live = live | set(dead_unset)
     values: dict[str, str] = {}
+    places = _Places(text, file)
     for number in sorted(live):
         reference = references[number]
         try:
@@ -102,8 +108,8 @@ def _values(
             message = error.args[0]
             written = text[reference.start : reference.end]
             allowed = "a variable that is set, to one line of text"
-            hint = _hint(reference.name, environ)
-            problems.error(message, _mark(text, reference, file), value=written, allowed=allowed, hint=hint, code="env")
+            hint = _hint(reference.name, environ, problems)
+            problems.error(message, places.mark(reference), value=written, allowed=allowed, hint=hint, code="env")
     return values
 
 
@@ -115,8 +121,8 @@ def _is_yaml(text: str) -> bool:
     return True
 
 
-def _hint(name: str, environ: Mapping[str, str]) -> str:
-    close = nearest(name, environ)
+def _hint(name: str, environ: Mapping[str, str], problems: Problems) -> str:
+    close = problems.guess(name, environ)
     return f"did you mean {close[0]}?" if close and name not in environ else "set it where qmflask is started"
 
 
@@ -134,9 +140,17 @@ def _escaped(name: str, environ: Mapping[str, str]) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def _mark(text: str, reference: _Reference, file: str) -> Mark:
-    line = text.count("\n", 0, reference.start) + 1
-    return Mark(file, line, reference.start - (text.rfind("\n", 0, reference.start) + 1) + 1)
+class _Places:
+    """Finds lines and columns of references that are asked for from front to back, reading the text once."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text, self.file = text, file
+        self.at, self.line = 0, 1
+
+    def mark(self, reference: _Reference) -> Mark:
+        self.line += self.text.count("\n", self.at, reference.start)
+        self.at = reference.start
+        return Mark(self.file, self.line, reference.start - self.text.rfind("\n", 0, reference.start))
 
 
 def _paste(
@@ -150,12 +164,13 @@ def _paste(
     filled = _filled(text, references, stream, values)
     if filled is not None:
         return filled
-    for name in list(values):
-        if _filled(text, references, stream, {name: values[name]}) is None:
+    for number, name in enumerate(list(values)):
+        # Beyond a handful it is not worth a parse of the file to tell the guilty from the rest.
+        if number >= _MAX_SUSPECTS or _filled(text, references, stream, {name: values[name]}) is None:
             reference = next(ref for ref in references if ref.name == name)
             problems.error(
                 f"environment variable '{name}' holds a value that changes the structure of the file here",
-                _mark(text, reference, file),
+                _Places(text, file).mark(reference),
                 value=text[reference.start : reference.end],
                 allowed="a value that stays one piece of text",
                 code="env",
@@ -175,7 +190,7 @@ def _filled(
         return None
     if len(pasted) != len(stream):
         return None
-    by_mask = {ref.mask[0]: values[ref.name] for ref in references if ref.name in values}
+    by_mask = {ref.mask: values[ref.name] for ref in references if ref.name in values}
     merged: list[Event] = []
     for before, after in zip(stream, pasted, strict=True):
         if before[0] != after[0] or before[2:6] != after[2:6]:
@@ -190,8 +205,7 @@ def _same(before: Event, after: Event, by_mask: Mapping[str, str]) -> bool:
     """Whether the scalar holds just what was pasted; blanks may fold."""
 
     def put(match: re.Match[str]) -> str:
-        pieces = dict.fromkeys(match.group(0))
-        text = "".join(by_mask.get(char, char * match.group(0).count(char)) for char in pieces)
+        text = by_mask.get(match.group(0), match.group(0))
         return text.replace('\\"', '"').replace("\\\\", "\\") if before.quoted == '"' else text
 
     return _MASKED.sub(put, before.value).split() == after.value.split()

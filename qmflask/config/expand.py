@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from qmflask.config.command import strip_comment_lines
 from qmflask.config.decode import is_secret, section_keys
 from qmflask.config.environment import is_masked
-from qmflask.config.macros import PID, PORT, Expander, Macros, declare, hint_for, leftovers, map_scalars, text_of
+from qmflask.config.macros import (
+    LEFTOVER,
+    PID,
+    PORT,
+    Expander,
+    Macros,
+    declare,
+    hint_for,
+    leftovers,
+    map_scalars,
+    text_of,
+)
 from qmflask.config.problems import Mark, Path, Problems, dotted, shown
 from qmflask.config.schema import RootSection
-from qmflask.config.yaml12 import Map, Node, Scalar, Seq, is_null
+from qmflask.config.yaml12 import Map, Node, Scalar, Seq, YamlError, is_null
 
 DEFAULT_PROXY = "http://localhost:${PORT}"
 DEFAULT_START_PORT = 5800
 _REFERENCE = "${PORT}"
+#: More than anybody has; each takes some 12 KB.
+MAX_MODELS = 2000
+#: Each model looks through all of them.
+MAX_MACROS = 1000
 
 #: Fields whose text says so when `${PORT}` stands there and `cmd` has none.
 _SIMPLE = frozenset({"cmd", "cmdStop", "checkEndpoint", "name", "description", "filters.stripParams"})
@@ -44,11 +60,17 @@ class Expanded:
 
 def expand(root: Map, problems: Problems) -> Expanded:
     """Expand macros and ports. Problems are noted; raises YamlError when macros grow without bound."""
-    macros = Macros.of(declare(root.get("macros"), "", ("macros",), problems))
+    declared = root.get("macros")
+    if isinstance(declared, Map) and len(declared.entries) > MAX_MACROS:
+        raise YamlError(f"more than {MAX_MACROS} macros", declared.mark.line, declared.mark.column, declared.mark.file)
+    macros = Macros.of(declare(declared, "", ("macros",), problems))
     models = root.get("models")
     if models is not None and not isinstance(models, Map):
         problems.error("models must be a mapping of ids to settings", models.mark, ("models",), allowed="a mapping")
         models = None
+    if models is not None and len(models.entries) > MAX_MODELS:
+        mark = models.marks[list(models.entries)[MAX_MODELS]]
+        raise YamlError(f"more than {MAX_MODELS} models", mark.line, mark.column, mark.file)
     expander = Expander()
     entries = {
         name: expander.node(value, macros) for name, value in root.entries.items() if name not in ("macros", "models")
@@ -79,9 +101,9 @@ def _check_globals(tree: Map, macros: Macros, problems: Problems) -> None:
 
 
 def _unknown_macro(problems: Problems, text: str, scalar: Scalar, path: Path, reference: str, macros: Macros) -> None:
-    names = ", ".join(list(macros.order)[:12]) or "none is declared"
+    names = ", ".join(islice(macros.order, 12)) or "none is declared"
     value = None if is_secret(path) else scalar.text
-    hint = hint_for(reference, macros)
+    hint = hint_for(reference, macros, problems)
     problems.error(text, scalar.mark, path, value=value, allowed=f"declared macros: {names}", hint=hint, code="macro")
 
 
@@ -181,7 +203,7 @@ class _Models:
     def _check(self, node: Map, model: str, macros: Macros, templates: Templates, mark: Mark) -> None:
         path: Path = ("models", model)
         name = shown(model)
-        if _REFERENCE in templates.proxy and templates.port is None and not is_masked(templates.cmd):
+        if _REFERENCE in templates.proxy and templates.port is None and _is_known(node.entries.get("cmd")):
             place = node.entries["proxy"].mark if node.entries["proxy"].mark != node.mark else mark
             self.problems.error(
                 f"model {name}: proxy uses ${{PORT}} but cmd does not",
@@ -197,6 +219,13 @@ class _Models:
                 continue
             text = _leftover(name, field_path, left)
             _unknown_macro(self.problems, text, scalar, (*path, *field_path), left, macros)
+
+
+def _is_known(cmd: Node | None) -> bool:
+    """Whether a command's text is certain; where it is wrong itself, what follows from it is not worth a word."""
+    if cmd is None:
+        return True
+    return isinstance(cmd, Scalar) and not is_masked(cmd.text) and not LEFTOVER.search(cmd.text)
 
 
 def _with_port(scalar: Scalar, port: int) -> Scalar:

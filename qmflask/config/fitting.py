@@ -90,11 +90,8 @@ def policy_of(config: Config) -> GroupPolicy | MatrixPolicy | None:
     return GroupPolicy(sizes, rules, *budgets)
 
 
-def may_run_together(config: Config, first: Model, second: Model) -> bool:
+def may_run_together(policy: GroupPolicy | MatrixPolicy, first: Model, second: Model) -> bool:
     """Whether loading one of the two leaves the other running, in at least one order."""
-    policy = policy_of(config)
-    if policy is None:
-        return False
     orders = ((first.id, second.id), (second.id, first.id))
     return any(running not in policy.eviction_for(target, [running]) for running, target in orders)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from qmflask.config.context import Context
 from qmflask.config.fitting import lint_fitting
 from qmflask.config.listening import lint_ports
-from qmflask.config.problems import Path, nearest, shown
+from qmflask.config.problems import Path, shown
 from qmflask.config.resolved import Config, LaunchError, Model
 from qmflask.config.sections import protects_model
 
@@ -33,7 +33,7 @@ def lint(ctx: Context, config: Config, environ: Mapping[str, str]) -> None:
 def _log_words(ctx: Context) -> None:
     file = ctx.file
     if file.log_level.strip().lower() not in _LEVELS:
-        close = nearest(file.log_level, _LEVELS)
+        close = ctx.problems.guess(file.log_level, _LEVELS)
         hint = f"did you mean {close[0]}?" if close else None
         text = f"unknown log level {shown(file.log_level)!r} counts as info"
         ctx.warning(text, ("logLevel",), "log_level", allowed="debug, info, warn, error", hint=hint)

@@ -8,10 +8,12 @@ from itertools import combinations
 
 from qmflask.config.command import split_command
 from qmflask.config.context import Context
-from qmflask.config.fitting import may_run_together
+from qmflask.config.fitting import may_run_together, policy_of
 from qmflask.config.problems import shown
 from qmflask.config.resolved import Config, Model
 from qmflask.config.urls import host_of, port_of
+from qmflask.policy.eviction import GroupPolicy
+from qmflask.policy.matrix import MatrixPolicy
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", ""})
 _PORT_FLAGS = ("--port", "-port", "--http-port", "--server-port", "--listen-port")
@@ -74,8 +76,11 @@ def lint_ports(ctx: Context, config: Config, environ: Mapping[str, str]) -> None
             ctx.warning(f"model {shown(name)}: there is no port {port}", ("models", name, "proxy"), "no_port")
         if model.port is None and model.cmd.strip():
             fixed.setdefault(port, []).append(model)
-    for port, models in fixed.items():
-        _shared(ctx, config, port, models)
+    if any(len(models) > 1 for models in fixed.values()):
+        policy = policy_of(config)
+        for port, models in fixed.items():
+            if policy is not None:
+                _shared(ctx, policy, port, models)
 
 
 def _unnamed(ctx: Context, model: Model, port: int | None) -> None:
@@ -91,9 +96,9 @@ def _unnamed(ctx: Context, model: Model, port: int | None) -> None:
         ctx.warning(text, path, "port_mismatch", hint=f"set proxy to http://127.0.0.1:{ports[0]}")
 
 
-def _shared(ctx: Context, config: Config, port: int, models: list[Model]) -> None:
+def _shared(ctx: Context, policy: GroupPolicy | MatrixPolicy, port: int, models: list[Model]) -> None:
     for first, second in combinations(models[:50], 2):
-        if may_run_together(config, first, second):
+        if may_run_together(policy, first, second):
             text = f"models {shown(first.id)} and {shown(second.id)} both use port {port} and may run together"
             hint = "use ${PORT} in cmd and proxy, so that each gets its own"
             ctx.warning(text, ("models", second.id, "proxy"), "same_port", hint=hint)

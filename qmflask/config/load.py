@@ -143,7 +143,7 @@ def _resolve(
 
 
 def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
-    for path, close, section in unknown_keys(expanded.root):
+    for path, section in unknown_keys(expanded.root):
         key = str(path[-1])
         mark = locate(expanded.root, path, key=True)
         reason = section.legacy.get(key)
@@ -152,6 +152,7 @@ def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
             continue
         note = problems.error if strict else problems.warning
         text = f"unknown key {shown(key)!r}"
+        close = next(iter(problems.guess(key, section_keys(section))), None)
         hint = f"did you mean {close}?" if close else None
         allowed = close or _listed(section)
         note(text, mark, path, value=key, allowed=allowed, hint=hint, code="unknown_key")
@@ -167,12 +168,15 @@ def _with_paths(problems: Problems, root: Map) -> None:
     if all(problem.path or not problem.line for problem in problems.found):
         return
     places = sorted(_places(root, ()), key=lambda place: place[:3])
-    marks = [place[:3] for place in places]
+    marks = [Mark(*place[:3]) for place in places]
     for number, problem in enumerate(problems.found):
         if not problem.path and problem.line:
-            at = bisect_right(marks, (problem.file, problem.line, problem.column)) - 1
+            mark = problem.near or Mark(problem.file, problem.line, problem.column)
+            at = bisect_right(marks, mark) - 1
             if at >= 0 and places[at][0] == problem.file:
                 problems.found[number] = replace(problem, path=shown_path(places[at][3]))
+                if problem.severity == "error" and problem.near is None:
+                    problems.fail(places[at][3])
 
 
 def _places(node: Node, path: Path) -> Iterator[tuple[str, int, int, Path]]:

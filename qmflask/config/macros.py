@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qmflask.config.problems import Mark, Path, Problems, nearest, shown
+from qmflask.config.problems import Mark, Path, Problems, shown
 from qmflask.config.units import show_float
 from qmflask.config.yaml12 import Map, Node, Scalar, Seq, Timestamp, YamlError, is_null
 
 #: What a macro reference looks like; anything else between `${` and `}` is ordinary text.
 REFERENCE = re.compile(r"\$\{([A-Za-z0-9_-]+)\}")
 #: The same, and an environment reference that was not replaced.
-LEFTOVER = re.compile(r"\$\{((?:env\.)?[A-Za-z0-9_-]+)\}")
+LEFTOVER = re.compile(r"\$\{([A-Za-z0-9_-]+|env\.[A-Za-z_][A-Za-z0-9_]*)\}")
 
 PORT, PID, MODEL_ID = "PORT", "PID", "MODEL_ID"
 
 MAX_NAME = 63
 #: A value may not grow beyond this through macros in macros.
-MAX_EXPANDED = 1_000_000
+MAX_EXPANDED = 128 * 1024
 #: All values together may not grow beyond this.
 MAX_TOTAL = 20_000_000
 
@@ -160,7 +160,7 @@ def leftovers(node: Node, path: Path = ()) -> Iterator[tuple[Path, Scalar, str]]
             yield from leftovers(value, (*path, key))
 
 
-def hint_for(name: str, macros: Macros) -> str:
+def hint_for(name: str, macros: Macros, problems: Problems) -> str:
     """What to do about an unknown reference."""
     if name == PORT:
         return "PORT exists only in a model whose cmd contains ${PORT}"
@@ -170,5 +170,5 @@ def hint_for(name: str, macros: Macros) -> str:
         return "an environment value may refer to one more variable, not to a chain of them"
     if name in macros.order:
         return f"{name} is declared after the macro that uses it; move it up"
-    close = nearest(name, macros.order)
+    close = problems.guess(name, macros.order)
     return f"did you mean ${{{close[0]}}}?" if close else "declare it under macros, before any macro that uses it"

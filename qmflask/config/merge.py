@@ -84,6 +84,8 @@ def _maps(first: Map, second: Map, path: Path, problems: Problems) -> Map:
     for key, value in second.entries.items():
         if key not in entries:
             entries[key], marks[key] = value, second.marks[key]
+        elif not path and key.startswith("x-"):
+            continue  # free for notes and anchors, and anchors belong to their own file
         elif path in _IDENTITY:
             text = f'duplicate {_IDENTITY[path]} "{shown(key)}" found in {second.mark.file}'
             other = f"it is already in {first.marks[key].file} line {first.marks[key].line}"

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from qmflask.config.context import Context
 from qmflask.config.nametable import NameTable
-from qmflask.config.problems import Path, nearest, shown
+from qmflask.config.problems import Path, shown
 from qmflask.config.resolved import Peer, Profile, Selector
 from qmflask.config.routes import Route, expand_names
 from qmflask.config.schema import ModelSection, PeerSection, ProfileSection, SelectorSection
@@ -80,11 +80,11 @@ class Names:
         for name, first, second in self.table.add_peers(offered):
             text = f"peer model name {shown(name)!r} is ambiguous between peers {shown(first)!r} and {shown(second)!r}"
             ctx.error(text, ("peers", second, "models"), allowed=_FREE, hint="rename one of the peers")
+        pins = {pin: name for name, profile in ctx.file.profiles.items() if profile for pin in profile.pins}
         for name, (peer, _model) in self.table.qualified.items():
-            self._check_qualified(ctx, name, peer)
+            self._check_qualified(ctx, name, peer, pins.get(name))
 
-    def _check_qualified(self, ctx: Context, name: str, peer: str) -> None:
-        pinned = next((key for key, profile in ctx.file.profiles.items() if profile and name in profile.pins), None)
+    def _check_qualified(self, ctx: Context, name: str, peer: str, pinned: str | None) -> None:
         taken: tuple[tuple[bool, str, Path], ...] = (
             (name in self.table.models, "model ID", ("models", name)),
             (name in self.table.aliases, "alias", ("models", self.table.aliases.get(name, ""), "aliases")),
@@ -135,8 +135,10 @@ def _peer(ctx: Context, name: str, section: PeerSection | None) -> Peer:
     )
 
 
-def _unknown(target: str, names: Names) -> dict[str, str]:
-    close = nearest(target, names.table.all(), 3)
+def _unknown(ctx: Context, target: str, names: Names) -> dict[str, str]:
+    table = names.table
+    known = (table.models, table.aliases, table.selectors, table.qualified)
+    close = ctx.problems.guess(target, *known, limit=3)
     hint = {"hint": f"did you mean {' or '.join(close)}?"} if close else {}
     return {"allowed": "a model, an alias, peer/model or a peer's model that only one peer has", **hint}
 
@@ -184,7 +186,7 @@ def _strategy(ctx: Context, name: str, section: SelectorSection) -> str:
     if not section.strategy:
         ctx.error(f"selectors.{shown(name)}.strategy is required", path, allowed=allowed)
     elif section.strategy not in _STRATEGIES:
-        close = nearest(section.strategy, _STRATEGIES)
+        close = ctx.problems.guess(section.strategy, _STRATEGIES)
         hint = f"did you mean {close[0]}?" if close else None
         text = f"selectors.{shown(name)}.strategy: unknown strategy {shown(section.strategy)!r}"
         ctx.error(text, path, allowed=allowed, hint=hint)
@@ -208,7 +210,7 @@ def _targets(ctx: Context, name: str, section: SelectorSection, names: Names) ->
             ctx.error(text, place, allowed="models, aliases or peer models")
         elif hit is None:
             text = f'{label}[{number}] references unknown model "{shown(target)}"'
-            ctx.error(text, place, **_unknown(target, names))
+            ctx.error(text, place, **_unknown(ctx, target, names))
         elif section.strategy == "warm" and hit.kind == "peer":
             text = f"{label}[{number}]: {shown(target)!r} must resolve to a local model, because the strategy is warm"
             ctx.error(text, place, allowed="models of this host")
@@ -250,7 +252,7 @@ def _profile(ctx: Context, name: str, section: ProfileSection, names: Names, rou
             ctx.key_error(f"{label}: pin names cannot be empty", place, allowed="any text")
         if target and names.table.resolve(target) is None:
             text = f'{label}.pins.{shown(pin)} references unknown model "{shown(target)}"'
-            ctx.error(text, place, **_unknown(target, names))
+            ctx.error(text, place, **_unknown(ctx, target, names))
         pins[pin] = target or ""
     return Profile(
         description=section.description,
@@ -265,5 +267,5 @@ def _default(ctx: Context, target: str, path: Path, names: Names) -> str:
         return ""
     model = names.table.local(target)
     if model is None:
-        ctx.error(f'{path[-1]} references unknown model "{shown(target)}"', path, **_unknown(target, names))
+        ctx.error(f'{path[-1]} references unknown model "{shown(target)}"', path, **_unknown(ctx, target, names))
     return model or ""

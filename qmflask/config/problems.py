@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 
 #: Values longer than this are cut in messages.
 _SHOWN = 80
+#: Errors, and warnings, of one report; nobody reads more, and a hostile file could make millions.
+MAX_SHOWN = 1000
+#: Names that one analysis compares in search of the nearest; some ten microseconds each.
+MAX_COMPARED = 50_000
 
 
 class Mark(NamedTuple):
@@ -68,6 +72,8 @@ class Problem:
     allowed: str | None = None
     hint: str | None = None
     code: str = ""
+    #: Where what it is about stands, if that is not where the problem was seen (a duplicate key's first use).
+    near: Mark | None = None
 
     def text(self) -> str:
         """One printable line: `file:line:col: models.x.ttl: message (got ...; allowed: ...; hint)`."""
@@ -79,7 +85,8 @@ class Problem:
         notes += [f"allowed: {self.allowed}"] if self.allowed else []
         notes += [self.hint] if self.hint else []
         tail = f" ({'; '.join(notes)})" if notes else ""
-        return f"{where}: {message}{tail}" if where else f"{message}{tail}"
+        line = f"{where}: {message}{tail}" if where else f"{message}{tail}"
+        return line if line.isprintable() else line.encode("unicode_escape").decode("ascii")
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON form that `qmflask check --json` prints."""
@@ -111,6 +118,10 @@ class Problems:
 
     found: list[Problem] = field(default_factory=list)
     _places: set[tuple[str, str, str]] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+    _above: set[str] = field(default_factory=set)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _guesses: int = MAX_COMPARED
 
     def error(self, message: str, mark: Mark | None = None, path: Sequence[str | int] = (), **more: Any) -> None:
         """Note an error; `more` are the other fields of `Problem`."""
@@ -127,21 +138,39 @@ class Problems:
         if place in self._places:
             return
         self._places.add(place)
+        if severity == "error":
+            self.fail(path)
+        count = self._counts[severity] = self._counts.get(severity, 0) + 1
+        if count > MAX_SHOWN:
+            return
+        if count == MAX_SHOWN:
+            message, path, more = f"there are more than {MAX_SHOWN} {severity}s; the rest is not shown", (), {}
         mark = mark or Mark("")
         if more.get("value") is not None:
             more["value"] = shown(more["value"])
         self.found.append(Problem(severity, message, mark.file, mark.line, mark.column, shown_path(path), **more))
 
+    def guess(self, word: str, *known: Iterable[str], limit: int = 1) -> list[str]:
+        """`nearest` among all of `known`, as long as this analysis has not compared too many names already."""
+        if self._guesses <= 0:
+            return []
+        names = [name for names in known for name in names]
+        self._guesses -= len(names) + 20
+        return nearest(word, names, limit)
+
+    def fail(self, path: Sequence[str | int]) -> None:
+        """Remember that an error stands at `path`."""
+        self._failed.add(dotted(path))
+        self._above.update(dotted(path[:length]) for length in range(1, len(path)))
+
     def failed_at(self, path: Sequence[str | int]) -> bool:
         """Whether an error stands at this very path already, so that a second one would only repeat it."""
-        text = shown_path(path)
-        return any(p.severity == "error" and p.path == text for p in self.found)
+        return dotted(path) in self._failed
 
     def failed_under(self, path: Sequence[str | int]) -> bool:
         """Whether an error stands at this path or below it."""
-        text = shown_path(path)
-        starts = (f"{text}.", f"{text}[")
-        return any(p.severity == "error" and (p.path == text or p.path.startswith(starts)) for p in self.found)
+        text = dotted(path)
+        return text in self._failed or text in self._above
 
     @property
     def errors(self) -> tuple[Problem, ...]:

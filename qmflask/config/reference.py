@@ -115,7 +115,7 @@ def _shown_type(schema: dict[str, Any]) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    value = info.get_default(call_default_factory=True, validated_data={})
+    value: Any = info.default if info.default_factory is None else info.default_factory()  # type: ignore[call-arg]
     if value is PydanticUndefined or value is None or isinstance(value, Section):
         return ""
     value = _as_written(_type(info), value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qmflask.config.context import Context
 from qmflask.config.nametable import NameTable
-from qmflask.config.problems import Path, nearest, shown
+from qmflask.config.problems import Path, shown
 from qmflask.config.resolved import DEFAULT_GROUP, Group, Matrix
 from qmflask.config.schema import GroupSection, MatrixSection
 
@@ -91,7 +91,7 @@ def _sources(ctx: Context) -> _Sources:
         chosen: Literal["group", "matrix"] = "matrix" if old == ["matrix"] else "group"
         return chosen, file.groups, _LEGACY_GROUPS, file.matrix, _LEGACY_MATRIX
     if router.use not in ("", "group", "matrix"):
-        close = nearest(router.use, ("group", "matrix"))
+        close = ctx.problems.guess(router.use, ("group", "matrix"))
         hint = f"did you mean {close[0]}?" if close else None
         text = f"routing.router.use: unknown router {shown(router.use)!r}"
         ctx.error(text, ("routing", "router", "use"), allowed="group, matrix", hint=hint)
@@ -107,6 +107,7 @@ def _groups(
 ) -> None:
     owner: dict[str, str] = {}
     members: dict[str, list[str]] = {}
+    explicit = {member for section in sections.values() if section for member in section.members}
     for name, section in sections.items():
         if name == DEFAULT_GROUP:
             text = (
@@ -114,7 +115,7 @@ def _groups(
             )
             ctx.warning(text, (*base, name), "default_group")
             continue
-        members[name] = _members(ctx, name, section.members if section else [], base, table, owner)
+        members[name] = _members(ctx, (base, name), section.members if section else [], table, explicit, owner)
         found.groups[name] = _group(section, members[name])
     rest = sorted((model for model in table.models if model not in owner), key=_bytes)
     found.groups[DEFAULT_GROUP] = Group(members=tuple(rest))
@@ -142,11 +143,16 @@ def _group(section: GroupSection | None, members: list[str]) -> Group:
 
 
 def _members(
-    ctx: Context, group: str, given: Sequence[str], base: Path, table: NameTable, owner: dict[str, str]
+    ctx: Context,
+    place: tuple[Path, str],
+    given: Sequence[str],
+    table: NameTable,
+    explicit: Set[str],
+    owner: dict[str, str],
 ) -> list[str]:
     """Model ids of one group's members; an alias counts as its model when that is in no group by its id."""
     found: list[str] = []
-    explicit = {member for section in _all_sections(ctx, base).values() if section for member in section.members}
+    base, group = place
     for number, member in enumerate(given):
         path = (*base, group, "members", number)
         model = member if member in table.models else None
@@ -157,7 +163,7 @@ def _members(
             if model in explicit:
                 continue
         if model is None:
-            close = nearest(member, table.models)
+            close = ctx.problems.guess(member, table.models)
             hint = f"did you mean {close[0]}?" if close else "members are ids of models"
             text = (
                 f'group "{shown(group)}" names the unknown model "{shown(member)}": no model config for {shown(member)}'
@@ -169,10 +175,6 @@ def _members(
             owner[model] = group
             found.append(model)
     return found
-
-
-def _all_sections(ctx: Context, base: Path) -> Mapping[str, GroupSection | None]:
-    return ctx.file.groups if base == _LEGACY_GROUPS else ctx.file.routing.router.settings.groups
 
 
 def _twice(ctx: Context, model: str, first: str, second: str, path: Path) -> None:
@@ -226,7 +228,7 @@ def _costs(ctx: Context, section: MatrixSection, base: Path, names: Mapping[str,
     for name, cost in section.evict_costs.items():
         path = (*base, "evict_costs", name)
         if name not in names:
-            close = nearest(name, names)
+            close = ctx.problems.guess(name, names)
             hint = f"did you mean {close[0]}?" if close else None
             text = f'matrix.evict_costs: unknown var or model "{shown(name)}"'
             ctx.key_error(text, path, allowed="vars and ids of models", hint=hint)
@@ -247,7 +249,7 @@ def _priority(ctx: Context, given: Mapping[str, int], table: NameTable) -> dict[
         model = table.local(name)
         if model is None:
             text = f'routing.scheduler.settings.fifo.priority references unknown model "{shown(name)}"'
-            close = nearest(name, [*table.models, *table.aliases])
+            close = ctx.problems.guess(name, table.models, table.aliases)
             hint = f"did you mean {close[0]}?" if close else None
             ctx.key_error(text, (*base, name), allowed="models and aliases", hint=hint)
         elif model not in found or name == model:
@@ -271,7 +273,7 @@ def expand_names(
         elif name in groups:
             found.extend(groups[name].members)
         elif name:
-            close = nearest(name, [*table.models, *table.aliases, *groups])
+            close = ctx.problems.guess(name, table.models, table.aliases, groups)
             hint = f"did you mean {close[0]}?" if close else None
             ctx.warning(
                 f"preload: {shown(name)!r} is no model, alias or group and is left out",

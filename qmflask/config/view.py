@@ -106,6 +106,7 @@ def _model(model: Model, secrets: bool) -> dict[str, Any]:
         "useModelName": model.use_model_name,
         "concurrencyLimit": model.concurrency_limit,
         "filters": _filters(model.filters),
+        "setParams": model.filters.set_params,
         "setParamsByID": model.filters.set_params_by_id,
         "metadata": model.metadata,
         "capabilities": _capabilities(model),

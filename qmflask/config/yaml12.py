@@ -19,7 +19,9 @@ from qmflask.config.problems import Mark, Problems, shown
 #: Nested collections deeper than this are refused; no sane file has a tenth of it.
 MAX_DEPTH = 100
 #: Nodes of one file, and of all files after anchors and merges are expanded (a model has about 20).
-MAX_NODES = 200_000
+MAX_NODES = 100_000
+#: Longest single value; the kernel takes no longer argument either.
+MAX_VALUE = 128 * 1024
 #: Longest text of one file, in characters.
 MAX_TEXT = 32 * 1024 * 1024
 
@@ -151,6 +153,8 @@ def events(text: str) -> list[Event]:
                     raise YamlError(f"nested deeper than {MAX_DEPTH} levels", event.line, event.column)
             elif event.kind == "end":
                 depth -= 1
+            elif len(event.value) > MAX_VALUE:
+                raise YamlError(f"a value longer than {MAX_VALUE // 1024} KiB", event.line, event.column)
             found.append(event)
             if len(found) > 2 * MAX_NODES:
                 raise YamlError(f"more than {MAX_NODES} values in one file", event.line, event.column)
@@ -362,17 +366,17 @@ class _Composer:
         if isinstance(container, _RawSeq):
             container.items = [node for _event, node in parts]
             return
-        seen: dict[str, int] = {}
+        seen: dict[str, Mark] = {}
         for (event, key), (_event, value) in zip(parts[::2], parts[1::2], strict=True):
             mark = Mark(self.file, event.line, event.column)
             if not isinstance(key, Scalar):
                 self.problems.error("a mapping key must be plain text, not a list or mapping", mark, allowed="text")
                 continue
             if key.text in seen:
-                text = f"duplicate key {shown(key.text)!r}: mapping key already defined at line {seen[key.text]}"
-                self.problems.error(text, mark, value=key.text, allowed="each key once")
+                text = f"duplicate key {shown(key.text)!r}: mapping key already defined at line {seen[key.text].line}"
+                self.problems.error(text, mark, value=key.text, allowed="each key once", near=seen[key.text])
                 continue
-            seen[key.text] = event.line
+            seen[key.text] = mark
             container.pairs.append((event._replace(value=key.text, plain=key.plain), value))
 
 

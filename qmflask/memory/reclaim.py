@@ -144,17 +144,15 @@ def _wanted(gate: Gate) -> int:
 
 
 def _fallen(gate: Gate, state: PoolState) -> int:
-    """Bytes by which use has fallen, apart from what our other models took meanwhile."""
+    """Bytes by which use has fallen, apart from what our other models took meanwhile.
+
+    A starting model counts with what it is seen holding, never with its charge: it may not have taken it yet, and the
+    victims' memory would then pass for its own.
+    """
     if not gate.held:
         return 0
     taken = sum(
         max(0, size - gate.others.get(model, 0)) for model, size in state.holds.items() if model not in gate.victims
-    )
-    # A starting model that no source lists may have taken all it is charged.
-    taken += sum(
-        charge
-        for model, charge in state.starting.items()
-        if model not in state.holds and model not in gate.others and model not in gate.victims
     )
     return gate.used_before - state.used + taken
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import replace
 
-from qmflask.policy.snapshot import ModelRule, ProcessView, Snapshot, SwapView
+from qmflask.policy.snapshot import EVICTED, ModelRule, ProcessView, Snapshot, SwapView
 from qmflask.states import DOWN, State
 
 #: Above every counter that the store hands out: a target that is not running yet is the hottest.
@@ -59,6 +59,7 @@ class Board:
         self._tick = max((view.tick for view in self.processes.values()), default=0)
         self._renderers = [rule.id for rule in snapshot.models.values() if rule.renders]
         self._orders: dict[bool, _Order] = {}
+        self._granted: set[str] = set()
 
     def rule(self, model: str) -> ModelRule:
         """The model's rule; one that the configuration no longer names has the default one."""
@@ -153,7 +154,10 @@ class Board:
     # --- effects -----------------------------------------------------------------------------------------------
 
     def grant(self, model: str) -> None:
-        """One lease more; the model becomes the hottest."""
+        """One lease more; the model becomes the hottest (once: its second grant in a walk changes no decision)."""
+        if model in self._granted:
+            return
+        self._granted.add(model)
         view = self.processes[model]
         self._tick += 1
         self.processes[model] = replace(view, leases=view.leases + 1, tick=self._tick)
@@ -166,7 +170,7 @@ class Board:
             self.victim_of[victim] = swap
             view = self.processes.get(victim)
             if view is not None and view.state is State.READY:
-                self.processes[victim] = replace(view, state=State.DRAINING, stop_reason="evicted")
+                self.processes[victim] = replace(view, state=State.DRAINING, stop_reason=EVICTED)
         self.swaps[target] = swap
         self._moved(target, *victims)
 
@@ -176,7 +180,7 @@ class Board:
         for victim in swap.victims:
             self.victim_of.pop(victim, None)
             view = self.processes.get(victim)
-            if view is not None and view.state is State.DRAINING and view.stop_reason in (None, "evicted"):
+            if view is not None and view.state is State.DRAINING and (view.stop_reason or EVICTED).startswith(EVICTED):
                 self.processes[victim] = replace(view, state=State.READY, stop_reason=None)
         view = self.processes.get(swap.target)
         if view is not None and view.state is State.STARTING:

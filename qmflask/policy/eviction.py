@@ -245,7 +245,8 @@ class GroupPolicy:
 
     def _residents(self, target: str, running: Sequence[str]) -> list[_Facts]:
         """Facts in running order, without the target and repeats."""
-        return [self._of(model) for model in dict.fromkeys(running) if model != target]
+        known = self._facts
+        return [known.get(model) or self._of(model) for model in dict.fromkeys(running) if model != target]
 
     def _vram_decides(self, aim: _Facts) -> bool:
         """Whether the VRAM rule applies: a target of unknown size against a budget is how cards run out."""

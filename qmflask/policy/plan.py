@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from qmflask.policy.actions import Action, Join, Queue, Reject, Serve, StartSwap
+from qmflask.policy.actions import AbortSwap, Action, Join, Queue, Reject, Serve, StartSwap
 from qmflask.policy.board import Board
 from qmflask.policy.eviction import Explanation, PoolPlan, gib
 from qmflask.policy.rules import Rules
@@ -66,6 +66,9 @@ def _decision(action: Action) -> dict[str, Any]:
     if isinstance(action, StartSwap):
         stops = ", ".join(action.victims) or "nothing"
         return {"decision": "start", "why": f"it is started; {stops} stops", "victims": list(action.victims)}
+    if isinstance(action, AbortSwap):
+        why = f"the load of {action.target}, for which nobody waits any more, is dropped first"
+        return {"decision": "start", "why": why, "victims": [action.target]}
     if isinstance(action, Reject):
         return {"decision": "refuse", "why": action.message, "code": action.code}
     raise TypeError(f"no decision about one request: {action}")

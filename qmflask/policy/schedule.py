@@ -33,6 +33,7 @@ def admit(snapshot: Snapshot, request: RequestView, now: int) -> Action:
     """Decide for one request that is not in the queue yet (DESIGN section 4, the decision order).
 
     Only `Serve` and `Reject` can be applied by a worker; all else means: queue the row and wake the leader.
+    `AbortSwap` is a start for which a load that nobody waits for is dropped first.
     """
     model = request.model
     rule = snapshot.models.get(model)
@@ -182,8 +183,8 @@ class _Walk:
         if swap is not None:
             return Join(request.id, request.model, swap.id)
         ahead = list(self._ahead(request))
-        for other in ahead:
-            self._consider(other)
+        for model, overdue in dict.fromkeys((other.model, other.overdue(self.now)) for other in ahead):
+            self._consider(model, overdue)
         verdict = self._verdict(request.model, request.overdue(self.now))
         if verdict.kind is Kind.ABORT:
             assert verdict.swap is not None
@@ -212,13 +213,12 @@ class _Walk:
             if other.overdue(self.now) or (not overdue and other.priority >= request.priority):
                 yield other
 
-    def _consider(self, other: RequestView) -> None:
-        """Let a request that is ahead claim its turn, as `take` would."""
-        overdue = other.overdue(self.now)
-        if (overdue and self._first is None) or self.board.rule(other.model).renders:
-            verdict = self._verdict(other.model, overdue)
+    def _consider(self, model: str, overdue: bool) -> None:
+        """Let those who are ahead claim their turn, as `run` would."""
+        if (overdue and self._first is None) or self.board.rule(model).renders:
+            verdict = self._verdict(model, overdue)
             if verdict.kind is Kind.WAIT:
-                self._note_waiting(other.model, overdue, verdict)
+                self._note_waiting(model, overdue, verdict)
 
     def _verdict(self, model: str, overdue: bool) -> Verdict:
         verdict = assess(self.board, model, overdue)
@@ -247,9 +247,10 @@ class _Walk:
             return True
         if board.state(first) is State.READY:
             return False
-        running = [*board.running(True), model]
-        after = board.policy.eviction_for(first, running, board.vram_ceiling, board.ram_ceiling)
-        return not set(plan.victims).issuperset(after)
+        running = board.running(True)
+        ceilings = (board.vram_ceiling, board.ram_ceiling)
+        before = plan.victims or board.policy.eviction_for(first, running, *ceilings)
+        return not set(before).issuperset(board.policy.eviction_for(first, [*running, model], *ceilings))
 
     def _note_waiting(self, model: str, overdue: bool, verdict: Verdict) -> None:
         if overdue and self._first is None:

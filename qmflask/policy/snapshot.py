@@ -10,6 +10,9 @@ from qmflask.states import Phase, State
 
 SECOND = 1_000_000_000
 
+#: How the reason begins of a stop that a swap wants; only such a drain ends when the swap is dropped.
+EVICTED = "evicted"
+
 
 class MisfitView(Protocol):
     """Why a target cannot fit, in bytes (`policy.eviction.Misfit` is one)."""
@@ -98,7 +101,7 @@ class ProcessView:
     changed: bool = False  # its launch hash differs from the configuration's
     changed_since: int = 0  # first request after that change; 0 = none yet
     failure: Failure | None = None
-    stop_reason: str | None = None  # set while draining or stopping: "evicted", "unload", "ttl", ...
+    stop_reason: str | None = None  # set while draining or stopping: "evicted for bee", "unload", "ttl", ...
 
 
 @dataclass(frozen=True, slots=True)

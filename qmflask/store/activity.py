@@ -227,8 +227,13 @@ class ActivityStore:
             tx.execute("DELETE FROM captures WHERE record NOT IN (SELECT id FROM records)")
             tx.execute("DELETE FROM performance WHERE time < ?", (now - 3600,))
         with self._lock:
-            if self._connection is not None:
-                self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            try:
+                if self._connection is not None:
+                    # Not execute(), which stops after the first page; outside any transaction, as this must be.
+                    self._connection.executescript("PRAGMA incremental_vacuum")
+            except sqlite3.Error as error:
+                self._drop()
+                raise ActivityError(f"{self.path}: {error}") from error
 
     @staticmethod
     def _delete_upto(tx: sqlite3.Connection, record: int) -> None:

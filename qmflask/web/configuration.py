@@ -27,6 +27,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.post("/api/config/reload")
     def reload() -> Response:
+        auth.require_admin(router().live.config, request.environ)
         error = router().reload()
         if error:
             raise InvalidConfiguration(f"the configuration is not taken, the old one stays in force: {error}")

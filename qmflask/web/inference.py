@@ -1,135 +1,128 @@
-"""The routes that models answer: find the model, take a lease, relay. `answer` knows nothing of Flask."""
+"""The routes that models answer: find the model, take a lease, relay. `Inference.answer` knows nothing of Flask."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
-from qmflask.config import ApiKey
-from qmflask.errors import MissingModel, ModelNotFound
-from qmflask.hangup import Client, client_socket
-from qmflask.headers import request_headers
+from qmflask.errors import MissingModel
 from qmflask.intake import Intake
-from qmflask.relay import Outcome, Relayed, open_relay
-from qmflask.router import Ask, Lease, Router
-from qmflask.upstream import Timeouts, UpstreamRequest
-from qmflask.web import auth
+from qmflask.leases import Lease, Pending
+from qmflask.relay import Relayed
+from qmflask.router import Router
+from qmflask.web import auth, loading, sending, targets
+from qmflask.web.answers import Passed
+from qmflask.web.derived import PerLive
+from qmflask.web.sending import Server, Servers
+from qmflask.web.targets import Choices, Target
+from qmflask.web.visit import Visit
 
-POST_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_OPENAI = ("chat/completions", "responses", "completions", "messages", "messages/count_tokens", "embeddings")
+_RERANK = ("rerank", "reranking")
+_V1 = ("audio/speech", "audio/voices", "audio/transcriptions", "images/generations", "images/edits")
+_OTHER = ("/reranking", "/rerank", "/infill", "/completion", "/sdapi/v1/txt2img", "/sdapi/v1/img2img")
+
+#: Path as the client knows it -> path as the model server knows it.
+POST_ROUTES: dict[str, str] = {
+    **{f"/v1/{name}": f"/v1/{name}" for name in (*_OPENAI, *_RERANK, *_V1)},
+    **{f"/v/{name}": f"/{name}" for name in (*_OPENAI, *_RERANK)},
+    **{name: name for name in _OTHER},
+    "/audioapi/v1/tasks/run": "/v1/tasks/run",
+}
+#: These name their model in the query.
+GET_ROUTES: dict[str, str] = {name: name for name in ("/v1/audio/voices", "/sdapi/v1/loras", "/props")}
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:
     """The model routes over the process's router."""
     routes = Blueprint("inference", __name__)
+    inference = Inference()
 
-    def view() -> Response:
-        relayed = answer(router(), request.environ)
-        return Response(relayed.body, relayed.status, relayed.headers, direct_passthrough=True)
+    def view(path: str) -> Response:
+        return Passed(inference.answer(router(), request.environ, path))
 
-    for path in POST_ROUTES:
-        routes.add_url_rule(path, endpoint=path.strip("/").replace("/", "_"), view_func=view, methods=["POST"])
+    for table, method in ((POST_ROUTES, "POST"), (GET_ROUTES, "GET")):
+        for public, path in table.items():
+            endpoint = f"{method}{public.replace('/', '_')}"
+            routes.add_url_rule(public, endpoint, partial(view, path), methods=[method])
     return routes
 
 
-def answer(router: Router, environ: Mapping[str, Any]) -> Relayed:
-    """Serve one request on a model route; raises QmflaskError or ClientGone before the first byte."""
-    live = router.live
-    key = auth.accept(live.config, environ)
-    recording = router.activity.record(environ)
-    recording.key_name = key.name if key else ""
-    client = Client()
-    try:
-        router.take_slot()
-    except BaseException as error:
-        recording.fail(error)
-        raise
-    sock = client_socket(environ)
-    if sock is not None:
-        router.hangups.watch(sock, client)
-    body: Intake | None = None
-    lease: Lease | None = None
-    try:
-        body = intakes.take(environ, max_body=live.config.max_body)
-        recording.named(body.wanted.model, None)
-        model = _model(router, body)
-        recording.named(model, model)
-        lease = router.lease(live, model, client, Ask(public_id=recording.id, detail=_detail(environ, key)))
-        recording.granted(lease.wait_ms, lease.paid, lease.arrival.priority)
-        sending = _request(environ, body, lease, key.key if key else None)
-        recording.sent(environ["PATH_INFO"], sending.headers, sending.body)
-    except BaseException as error:
-        recording.fail(error)
-        _end(router, sock, body, lease)
-        raise
+class Inference:
+    """Serves model routes; holds what one process remembers for them."""
 
-    def end(outcome: Outcome) -> None:
-        _end(router, sock, body, lease, outcome)
-        recording.end(outcome)
+    def __init__(self) -> None:
+        self._servers = PerLive(Servers)
+        self._choices = Choices()
 
-    return open_relay(
-        router.upstream,
-        sending,
-        client,
-        on_end=end,
-        observer=recording,
-        extra_headers=[("X-QM-Model", model)] if model.isascii() and model.isprintable() else [],
-    )
+    def answer(self, router: Router, environ: dict[str, Any], path: str) -> Relayed:
+        """Serve one request; `path` is the one the model server knows.
+
+        Raises QmflaskError or ClientGone before the first byte.
+        """
+        live = router.live
+        key = auth.accept(live.config, environ)
+        visit = Visit(router, environ, key, path)
+        try:
+            visit.record()
+            with visit.reading():
+                body = visit.body = intakes.take(environ, max_body=live.config.max_body)
+            asked = _named(body)
+            visit.named(asked, None)
+            target, visit.on_end = targets.find(router, live, self._choices, key, asked)
+            if target.meaning.kind == "peer":
+                return self._from_peer(visit, target, body)
+            return self._from_model(visit, target, body)
+        except BaseException as error:
+            visit.end(None, error)
+            raise
+
+    def _from_model(self, visit: Visit, target: Target, body: Intake) -> Relayed:
+        model = target.meaning.id
+        visit.named(target.asked, model, target.selector)
+        server = self._servers(visit.live).models[model]
+        ask = visit.ask(model, target.selector)
+        outcome = visit.router.admit(visit.live, model, visit.client, ask)
+        if isinstance(outcome, Lease):
+            return _relay(visit, target, server, body, outcome)
+        kind = loading.wanted(visit, model)
+        if kind is not None:
+            return loading.stream(visit, outcome, kind, partial(_relay, visit, target, server, body))
+        return _relay(visit, target, server, body, _wait(outcome))
+
+    def _from_peer(self, visit: Visit, target: Target, body: Intake) -> Relayed:
+        meaning = target.meaning
+        model = f"{meaning.peer}/{meaning.upstream_name}"
+        visit.named(target.asked, model, target.selector)
+        server = self._servers(visit.live).peers[meaning.peer or ""]
+        ask = visit.ask(model, target.selector)
+        visit.granted(visit.router.lease_peer(visit.live, model, visit.client, ask))
+        name = sending.edit(body, target, server)
+        return visit.relay(sending.to_peer(visit, server, visit.path, body, name), visit.answer_headers(model))
 
 
-def _model(router: Router, body: Intake) -> str:
+def _named(body: Intake) -> str:
     name = body.wanted.model
     if name is None:
-        raise MissingModel('missing model: the request must name one, for example {"model": "..."}', param="model")
-    names = router.live.names
-    resolved = names.resolve(name)
-    if resolved is None or resolved.kind != "model":
-        nearest = names.nearest(name)
-        hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "; GET /v1/models lists the models"
-        raise ModelNotFound(f"no router for requested model {name!r}{hint}", param="model")
-    return resolved.id
+        example = '{"model": "..."}'
+        text = f"missing model: no model id could be identified; the request must name one, for example {example}"
+        raise MissingModel(text, param="model")
+    return name
 
 
-def _request(environ: Mapping[str, Any], body: Intake, lease: Lease, key: str | None) -> UpstreamRequest:
-    model = lease.live.config.models[lease.model]
-    query = environ.get("QUERY_STRING", "")
-    url = lease.proxy.rstrip("/") + environ["PATH_INFO"] + (f"?{query}" if query else "")
-    return UpstreamRequest(
-        method=environ["REQUEST_METHOD"],
-        url=url,
-        headers=request_headers(environ, accepted_key=key, upstream_key=model.upstream_key or None),
-        body=body.payload(),
-        body_length=body.length,
-        timeouts=Timeouts(connect=model.timeouts.connect, response_header=model.timeouts.response_header),
-        name=f"model {model.id}",
-    )
+def _wait(pending: Pending) -> Lease:
+    with pending:
+        lease = pending.wait()
+    assert lease is not None
+    return lease
 
 
-def _detail(environ: Mapping[str, Any], key: ApiKey | None) -> dict[str, str]:
-    """What the page shows of a request; no headers, no body."""
-    return {
-        "method": environ["REQUEST_METHOD"],
-        "path": environ["PATH_INFO"],
-        "remote": environ.get("REMOTE_ADDR") or "",
-        "key": key.name if key else "",
-    }
-
-
-def _end(
-    router: Router,
-    sock: socket.socket | None,
-    body: Intake | None,
-    lease: Lease | None,
-    outcome: Outcome | None = None,
-) -> None:
-    """The request is over, however it ended: give its slot back, stop watching the client, remove a spooled upload, end the lease."""
-    router.free_slot()
-    if sock is not None:
-        router.hangups.unwatch(sock)
-    if body is not None:
-        body.close()
-    if lease is not None:
-        lease.end(tool_call=outcome is not None and outcome.tool_call)
+def _relay(visit: Visit, target: Target, server: Server, body: Intake, lease: Lease) -> Relayed:
+    visit.granted(lease)
+    name = sending.edit(body, target, server)
+    request = sending.to_model(visit, server, lease, visit.path, body, name)
+    return visit.relay(request, visit.answer_headers(lease.model, lease))

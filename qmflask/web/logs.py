@@ -27,7 +27,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.before_request
     def check_key() -> None:
-        auth.accept(router().live.config, request.environ)
+        auth.require_admin(router().live.config, request.environ)
 
     @routes.get("/logs")
     def history() -> Response:

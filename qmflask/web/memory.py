@@ -43,6 +43,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.post("/api/memory/relearn")
     def relearn() -> Response:
+        auth.require_admin(router().live.config, request.environ)
         router().relearn()
         return json_answer({"msg": "ok"})
 

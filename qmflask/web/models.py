@@ -2,68 +2,76 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from flask import Blueprint, Response, request
 
-from qmflask.config import Model
+from qmflask.config import ApiKey, Model
 from qmflask.errors import NotFound
 from qmflask.hangup import Client, client_socket
 from qmflask.router import Router
-from qmflask.states import State
+from qmflask.states import RESIDENT, State
 from qmflask.store.rows import ProcessRow
-from qmflask.web import auth
-from qmflask.web.answers import json_answer
+from qmflask.web import auth, targets
+from qmflask.web.answers import json_answer, text_answer
+from qmflask.web.model_records import records, title_of
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:
     """`/v1/models`, `/running`, load and unload."""
     routes = Blueprint("models", __name__)
 
-    @routes.before_request
-    def check_key() -> None:
-        auth.accept(router().live.config, request.environ)
+    def key() -> ApiKey | None:
+        return auth.accept(router().live.config, request.environ)
+
+    def admin() -> None:
+        auth.require_admin(router().live.config, request.environ)
 
     @routes.get("/v1/models")
     @routes.get("/models")
     def list_models() -> Response:
+        owner = key()
         live = router().live
         states = {row.model: row.state for row in router().status().processes.values()}
-        models = sorted((m for m in live.config.models.values() if not m.unlisted), key=lambda m: m.id.encode())
-        return json_answer({"object": "list", "data": [_record(m, states.get(m.id)) for m in models]})
+        data = records(live, states, targets.pins_of(router(), live), owner)
+        origin = request.environ.get("HTTP_ORIGIN")
+        headers = [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")] if origin else []
+        return json_answer({"object": "list", "data": data}, headers=headers)
 
     @routes.get("/running")
     def running() -> Response:
+        owner = key()
         status = router().status()
         models = router().live.config.models
-        rows = [row for row in sorted(status.processes.values(), key=lambda r: r.model) if row.state in _RUNNING]
-        counts = Counter((request.model, request.state) for request in status.requests if request.kind == "infer")
-        return json_answer({"running": [_running(row, models.get(row.model), counts) for row in rows]})
+        rows = [row for row in sorted(status.processes.values(), key=lambda r: r.model) if row.state in RESIDENT]
+        rows = [row for row in rows if auth.sees(owner, _names(row, models.get(row.model)))]
+        counts = Counter((r.model, r.state) for r in status.requests if r.kind == "infer")
+        shown = [_running(row, models.get(row.model), counts, auth.is_admin(owner)) for row in rows]
+        return json_answer({"running": shown})
 
     @routes.get("/unload")
     def unload_all() -> Response:
-        with _watched(router()) as client:
-            router().unload(router().live, None, client)
-        return Response("OK", mimetype="text/plain")
+        admin()
+        _unload(router(), None)
+        return text_answer("OK")
 
     @routes.post("/api/models/unload")
     def unload_all_api() -> Response:
-        with _watched(router()) as client:
-            router().unload(router().live, None, client)
+        admin()
+        _unload(router(), None)
         return json_answer({"msg": "ok"})
 
     @routes.post("/api/models/unload/<path:name>")
     def unload_one(name: str) -> Response:
-        model = _known(router(), name)
-        with _watched(router()) as client:
-            router().unload(router().live, model, client)
-        return Response("OK", mimetype="text/plain")
+        admin()
+        _unload(router(), _known(router(), name))
+        return text_answer("OK")
 
     @routes.post("/api/models/load/<path:name>")
     def load_one(name: str) -> Response:
+        admin()
         model = _known(router(), name)
         with _watched(router()) as client:
             router().load(router().live, model, client)
@@ -72,14 +80,23 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     return routes
 
 
-_RUNNING = (State.STARTING, State.READY, State.DRAINING, State.STOPPING)
+def _unload(router: Router, model: str | None) -> None:
+    with _watched(router) as client:
+        router.unload(router.live, model, client)
 
 
 def _known(router: Router, name: str) -> str:
     resolved = router.live.names.resolve(name)
     if resolved is None or resolved.kind != "model":
-        raise NotFound(f"model not found: {name}")
+        near = [n for n in router.live.names.nearest(name, 8) if _is_model(router, n)][:3]
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise NotFound(f"model not found: {name[:200]}{hint}")
     return resolved.id
+
+
+def _is_model(router: Router, name: str) -> bool:
+    meaning = router.live.names.resolve(name)
+    return meaning is not None and meaning.kind == "model"
 
 
 class _watched:
@@ -100,24 +117,21 @@ class _watched:
             self._router.hangups.unwatch(self._sock)
 
 
-def _record(model: Model, state: State | None) -> dict[str, Any]:
-    record: dict[str, Any] = {"id": model.id, "object": "model", "created": int(time.time()), "owned_by": "qmflask"}
-    for field in ("name", "description"):
-        if text := getattr(model, field).strip():
-            record[field] = text
-    record["status"] = {"value": "loaded" if state in _RUNNING else "unloaded"}
-    return record
+def _names(row: ProcessRow, model: Model | None) -> tuple[str, ...]:
+    return (row.model, *(model.aliases if model is not None else ()))
 
 
-def _running(row: ProcessRow, model: Model | None, counts: Counter[tuple[str, str]]) -> dict[str, Any]:
+def _running(row: ProcessRow, model: Model | None, counts: Counter[tuple[str, str]], admin: bool) -> dict[str, Any]:
+    """One row. Commands may hold secrets of their own (tokens, paths), so only admins see them."""
+    name, description = title_of(model)
     return {
         "model": row.model,
         "state": _public_state(row.state),
-        "cmd": row.cmd or "",
-        "proxy": row.proxy or "",
+        "cmd": row.cmd or "" if admin else "",
+        "proxy": row.proxy or "" if admin else "",
         "ttl": model.ttl if model else 0,
-        "name": model.name.strip() if model else "",
-        "description": model.description.strip() if model else "",
+        "name": name,
+        "description": description,
         "pid": row.pid,
         "port": row.port,
         "reason": row.reason,

@@ -11,6 +11,9 @@ from qmflask.errors import Overloaded
 from qmflask.hangup import Client, client_socket
 from qmflask.router import Router
 
+#: A page that is reloaded comes back before its old stream's end was noticed.
+SLOT_WAIT = 0.2
+
 
 class Viewer:
     """One open stream: knows when to end, and sleeps so that it notices at once."""
@@ -71,7 +74,7 @@ class _Body:
 
 def stream_answer(router: Router, pieces: Callable[[Viewer], Iterator[bytes]], mimetype: str) -> Response:
     """Answer with an endless body. Raises Overloaded when all streams for pages of this worker are taken."""
-    if not router.viewers.acquire(blocking=False):
+    if not router.viewers.acquire(timeout=SLOT_WAIT):
         raise Overloaded("all streams for pages of this worker are taken; close a page or try again", retry_after=2)
     viewer = Viewer(router)
     headers = [("X-Content-Type-Options", "nosniff"), ("X-Accel-Buffering", "no"), ("Cache-Control", "no-cache")]

@@ -1,4 +1,4 @@
-"""Model servers written as functions that are given a socket."""
+"""Model servers written as functions that are given a socket, and requests to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+from qmflask.hangup import Client
+from qmflask.upstream import Upstream, UpstreamRequest
+
+OK = b"HTTP/1.1 200 OK\r\n"
+SHORT = OK + b"Content-Length: 2\r\n\r\nhi"
 
 Handler = Callable[[socket.socket], None]
 
@@ -119,3 +126,28 @@ def closed_by_peer(sock: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def framed(framing: str, pieces: list[bytes]) -> tuple[bytes, list[bytes]]:
+    """(head, what to send for each piece) of a body in one of the framings."""
+    if framing == "chunked":
+        return OK + b"Transfer-Encoding: chunked\r\n\r\n", [chunk(p) for p in pieces]
+    if framing == "length":
+        return OK + b"Content-Length: %d\r\n\r\n" % sum(map(len, pieces)), pieces
+    if framing == "http/1.0":
+        return b"HTTP/1.0 200 OK\r\n\r\n", pieces
+    return OK + b"Connection: close\r\n\r\n", pieces
+
+
+def request(server: Server | str, path: str = "/v1/x", **more: Any) -> UpstreamRequest:
+    url = server if isinstance(server, str) else server.url
+    given = {"method": "POST", "headers": [("Host", "box")], "body": b'{"model":"m"}', **more}
+    return UpstreamRequest(url=url + path, **given)
+
+
+def fetch(upstream: Upstream, sent: UpstreamRequest, client: Client | None = None) -> tuple[int, bytes]:
+    response = upstream.send(sent, client or Client())
+    try:
+        return response.status, b"".join(response)
+    finally:
+        response.close()

@@ -174,6 +174,7 @@ def test_what_cannot_be_asked_is_an_error_in_words(url: str, fragment: str, port
     result = probe_once(url.format(port=port), 10)
     assert result.status is None
     assert fragment.format(port=port) in result.error
+    assert result.refused == ("refused" in fragment)
 
 
 def test_the_request_is_what_it_should_be(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,16 +230,26 @@ def test_a_health_body_that_never_ends_does_not_hold_up_the_answer(serve: Serve)
     assert time.monotonic() - began < 5
 
 
-def test_a_connection_to_itself_is_no_server(port: int) -> None:
+def bind_strictly(port: int) -> bool:
+    """As a server without SO_REUSEADDR does, for which a connection in TIME_WAIT takes the port."""
+    with socket.socket() as server:
+        try:
+            server.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def test_a_connection_to_itself_is_no_server() -> None:
     """What the kernel may do when it picks the port that is asked for as the source; and it leaves no TIME_WAIT."""
+    port = next(port for port in range(20_000, 32_000) if bind_strictly(port))
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", port))
         sock.connect(("127.0.0.1", port))
         assert probes.is_self_connected(sock)
         probes.reset(sock)
-    with socket.socket() as strict:  # without SO_REUSEADDR
-        strict.bind(("127.0.0.1", port))
+    assert bind_strictly(port)
 
 
 def test_tls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +317,15 @@ def test_a_warm_up_that_fails(serve: Serve) -> None:
 )
 def test_noticing_costs_one_percent(elapsed: int, interval: int) -> None:
     assert interval_ns(elapsed * MS) // MS == interval
+    assert probes.knock_ns(elapsed * MS) // MS == interval // 5
+
+
+def test_what_the_server_sees_is_no_more_than_its_share(serve: Serve, probe: Start) -> None:
+    """Only while nobody listens are tries more frequent than the rule."""
+    server = serve(status(503))
+    _, outcome = probe(server.url, seconds=0.5)
+    assert outcome.wait()[1] is False
+    assert 2 < len(server.requests) <= 51
 
 
 class Outcome:

@@ -214,6 +214,13 @@ def test_an_event_stream_that_breaks_ends_in_an_error_event_and_a_cut(relay: Rel
     assert isinstance(relay.end.error, UpstreamUnreachable) and not relay.end.complete and relay.end.gone is None
 
 
+def test_a_compressed_event_stream_that_breaks_is_cut_without_a_word(relay: Relay) -> None:
+    packed = SSE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n")
+    with Server(answering(packed + chunk(b"\x1f\x8b"))) as server:
+        data, error = drain(relay.open(server))
+    assert data == b"\x1f\x8b" and isinstance(error, ConnectionResetError)
+
+
 def test_an_error_event_begins_on_a_line_of_its_own() -> None:
     error = UpstreamUnreachable("gone\nwith a line end")
     for before in (b"", b"x\n\n", b"\r\n\r\n", b"\r\r"):

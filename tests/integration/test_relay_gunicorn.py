@@ -313,6 +313,53 @@ def test_a_large_upload_passes_whole_without_being_held(start: Start, model: str
     assert got[-1] > length
 
 
+@pytest.mark.parametrize("framing", ["chunked", "length"])
+def test_a_large_answer_passes_whole_without_being_held(start: Start, framing: str) -> None:
+    piece, count = b"x" * 1_000_000, 120
+
+    def handler(sock: socket.socket) -> None:
+        read_request(sock)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: audio/wav\r\n"
+        length = b"Transfer-Encoding: chunked" if framing == "chunked" else b"Content-Length: %d" % (len(piece) * count)
+        sock.sendall(head + length + b"\r\n\r\n")
+        for _ in range(count):
+            sock.sendall(chunk(piece) if framing == "chunked" else piece)
+        if framing == "chunked":
+            sock.sendall(chunk(b""))
+
+    with Server(handler) as server:
+        gunicorn = start(server)
+        with gunicorn.ask() as sock:
+            sock.recv(1000)
+        gunicorn.ends(1)
+        base, total = resident_kb(gunicorn.worker), 0
+        with gunicorn.ask() as sock:
+            while data := sock.recv(1 << 20):
+                total += len(data)
+        end = gunicorn.ends(2)[1]
+        assert resident_kb(gunicorn.worker) - base < 20_000
+    assert end["complete"] and end["bytes"] == len(piece) * count and total > end["bytes"]
+
+
+ODD = [
+    b"HTTP/1.1 799 \xe9\xff\r\nContent-Length: 2, 2\r\n\r\nhi",
+    b"HTTP/1.1 200\r\nContent-Length: 2\r\nContent-Length: 2\r\nX-A: \xe9\t\r\nServer: theirs\r\nDate: now\r\n\r\nhi",
+    b"HTTP/1.1 200 OK\r\nConnection: upgrade\r\nUpgrade: websocket\r\nKeep-Alive: 5\r\n\r\nhi",
+    b"HTTP/1.0 200 OK\r\nLocation: /x\r\nTransfer-Encoding: chunked\r\nContent-Length: 9\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", ODD, ids=["799", "bare 200", "upgrade", "both framings"])
+def test_odd_answers_pass_and_never_fail_in_the_server(start: Start, sent: bytes) -> None:
+    with Server(answering(sent)) as server:
+        gunicorn = start(server)
+        data = everything(gunicorn.ask())
+        (end,) = gunicorn.ends()
+    assert data.startswith(sent[:8].replace(b"1.0", b"1.1") + b" " + sent[9:12])
+    assert b"hi" in data and end["complete"]
+    assert "Traceback" not in gunicorn.log
+
+
 def test_many_hang_ups_leave_nothing(start: Start) -> None:
     served = threading.Semaphore(0)
 

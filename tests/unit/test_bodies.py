@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qmflask import bodies, intake
 from qmflask.bodies import Wanted
-from qmflask.errors import BadRequest, BodyTooLarge, InvalidJSON
+from qmflask.errors import BadRequest, BodyTooLarge, InvalidJSON, Unavailable
 from qmflask.multipart import FieldFinder, boundary_of
 
 
@@ -58,6 +60,7 @@ def test_model_and_stream_in_json(body: bytes, model: str | None, stream: bool) 
         (b'{"model":"\xff"}', "byte 10 is not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model":"x"} trailing', "byte 14"),
+        (b'{"model":"a\\ud83d"}', "surrogate"),
     ],
 )
 def test_invalid_json_names_the_position(body: bytes, fragment: str) -> None:
@@ -244,6 +247,12 @@ def test_what_waits_for_the_model_lies_in_a_file_that_is_removed(tmp_path: Any) 
     assert held.closed and not list(tmp_path.iterdir())
 
 
+def test_no_room_for_what_waits_is_said(tmp_path: Any) -> None:
+    body = form(('name="file"; filename="a"', "x" * 5_000_000), ('name="model"', "bird"))
+    with pytest.raises(Unavailable, match="send the field `model` before the file"):
+        intake.take(environ(body, "multipart/form-data; boundary=XYZ"), spool_dir=str(tmp_path / "missing"))
+
+
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=XYZ", "", "audio/wav"])
 def test_a_body_shorter_than_announced_is_an_error(kind: str) -> None:
     given = environ(b'{"model":"x"}', kind)
@@ -287,3 +296,38 @@ def test_upstream_bodies_pass_unread() -> None:
     assert given["wsgi.input"].tell() == 0
     assert sent(taken) == b"not { json"
     assert intake.passing(environ(b"", REQUEST_METHOD="GET")).payload() is None
+
+
+SHREDS = st.lists(
+    st.sampled_from([*b'{}[]":,\\ntfu0-.e+ ', *b"model"]).map(lambda byte: bytes([byte])) | st.binary(max_size=3)
+)
+
+
+@given(SHREDS.map(b"".join))
+def test_json_is_read_or_refused_whatever_comes(body: bytes) -> None:
+    for text in (body, b'{"model":' + body, b'{"model":"x","a":' + body + b"}"):
+        try:
+            bodies.from_json(text)
+        except InvalidJSON:
+            continue
+        json.loads(text)  # what was accepted is JSON to others too
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"--XYZ", b"\r\n", b"--", b'Content-Disposition: form-data; name="model"', b"x", b";", b'"'])
+    ),
+    st.integers(1, 40),
+)
+def test_multipart_is_read_or_refused_whatever_comes(shreds: list[bytes], block: int) -> None:
+    body = b"".join(shreds)
+    finder = FieldFinder(b"XYZ", "model")
+    try:
+        for start in range(0, len(body), block):
+            if finder.feed(body[start : start + block]):
+                break
+    except BadRequest:
+        return
+    if finder.found is not None:
+        assert body[finder.found.start : finder.found.end].decode() == finder.found.value
+        assert body[finder.found.end :].startswith((b"\r\n--XYZ", b"--XYZ"))

@@ -145,8 +145,13 @@ def test_global_leftovers() -> None:
 
 
 def test_other_dollars_are_plain_text() -> None:
-    text = "models: {m: {cmd: 'x ${PORT} $HOME ${} ${A:-b} ${a b} $${c.d}'}}"
-    assert config(text).models["m"].cmd == "x 5800 $HOME ${} ${A:-b} ${a b} $${c.d}"
+    text = "models: {m: {cmd: 'x ${PORT} $HOME ${} ${A:-b} ${a b} $${c.d} ${env.1X} ${env.a-b}'}}"
+    assert config(text).models["m"].cmd == "x 5800 $HOME ${} ${A:-b} ${a b} $${c.d} ${env.1X} ${env.a-b}"
+
+
+@pytest.mark.parametrize("cmd", ["[x]", "'${gone}'", "'x ${env.GONE}'", "{}"])
+def test_a_wrong_command_is_one_error(cmd: str) -> None:
+    assert len(errors(f"models: {{m: {{cmd: {cmd}}}}}").splitlines()) == 1
 
 
 def test_an_unused_macro_may_hold_an_undefined_one() -> None:
@@ -212,7 +217,8 @@ models:
 
 
 def test_environment_values_are_pasted_as_text() -> None:
-    text = 'models:\n  m:\n    cmd: "x ${PORT} ${env.Q}"\n    name: ${env.Q}\n    ttl: ${env.N}\n  ${env.ID}: {cmd: "${PORT}"}'
+    text = 'models:\n  m:\n    cmd: "x ${PORT} ${env.Q}"\n    name: ${env.Q}\n    ttl: ${env.N}\n'
+    text += '  ${env.ID}: {cmd: "${PORT}"}'
     found = config(text, Q='a\\b"c', N="30", ID="given")
     assert found.models["m"].cmd == 'x 5801 a\\b"c'
     assert found.models["m"].name == 'a\\\\b\\"c'  # the escapes stay visible outside of double quotes

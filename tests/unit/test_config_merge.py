@@ -101,7 +101,7 @@ def test_folder_rules(tmp_path: Path) -> None:
         read_sources(tmp_path / "a.yaml", tmp_path)
     other = tmp_path.parent / f"{tmp_path.name}.yaml"
     other.write_text("startPort: 7000", encoding="utf-8")
-    assert [Path(source.name) for source in read_sources(other, tmp_path)][0] == other
+    assert read_sources(other, tmp_path)[0].name == str(other)
     assert load_path(tmp_path, {}).config == Config()
 
 
@@ -138,6 +138,8 @@ def test_fingerprint_notices_edits_renames_and_moved_links(tmp_path: Path) -> No
     (tmp_path / "new").replace(link)
     marks.append(fingerprint(path))
     (tmp_path / "two" / "other").write_text("a: 1", encoding="utf-8")
+    stats = path.stat()
+    os.utime(tmp_path / "two" / "other", ns=(stats.st_atime_ns, stats.st_mtime_ns))
     (tmp_path / "two" / "other").replace(tmp_path / "two" / "c.yaml")
     marks.append(fingerprint(path))
     path.write_text("a: 12", encoding="utf-8")

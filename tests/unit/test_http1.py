@@ -189,3 +189,37 @@ def test_surplus_is_dropped_and_spoils_the_connection() -> None:
     assert not http1.keeps_alive(make(("Connection", "close")), clean)
     assert not http1.keeps_alive(Head(200, "", (1, 0), [], b""), clean)
     assert http1.keeps_alive(Head(200, "", (1, 0), [("Connection", "Keep-Alive")], b""), clean)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"HTTP/1.1 ", b"200", b" OK", b"\r\n", b"\n", b"A: b", b"Content-Length: 5", b"Transfer-Encoding: "]
+        )
+        | st.sampled_from([b"chunked", b"5", b"0", b"hello", b"\x00", b":", b"100", b" "])
+    ),
+    st.integers(1, 20),
+)
+def test_responses_are_read_or_refused_whatever_comes(shreds: list[bytes], block: int) -> None:
+    data = b"".join(shreds)
+    reader, body = HeadReader(), None
+    try:
+        for start in range(0, len(data), block):
+            piece = data[start : start + block]
+            if body is not None:
+                body.feed(piece)
+            elif (found := reader.feed(piece)) is not None:
+                body = http1.body_of("GET", found)
+                body.feed(found.rest)
+        if body is not None:
+            body.end()
+    except Malformed:
+        return
+    assert body is None or body.done
+
+
+def test_a_head_that_drips_is_parsed_in_time_that_grows_with_its_length() -> None:
+    reader = HeadReader()
+    for byte in b"HTTP/1.1 200 OK\r\n" + b"A: bcd\r\n" * 10_000:
+        assert reader.feed(bytes([byte])) is None
+    assert reader.feed(b"\r\n") is not None

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
-from qmflask.policy.schedule import ModelRule
+from qmflask.policy.matrix import MatrixPolicy, compile_sets
+from qmflask.policy.schedule import EvictionPolicy, ModelRule
 from qmflask.states import DOWN
 from tests.unit.simulator import MS, SECOND, BrokenPromise, Client, Simulator
 
@@ -35,6 +36,11 @@ GROUPS: dict[str, tuple[GroupRule, ...]] = {
     ),
     "cpu": (GroupRule("cpu", swap=False, exclusive=False, pool="ram", members=("dog", "eel")),),
 }
+
+SETS = compile_sets(
+    [("small", "ant & (bee | cat)"), ("mixed", "dog & bee & ant | dog & cat"), ("pair", "cat & eel")],
+    {model: model for model in MODELS},
+)
 
 
 @dataclass
@@ -73,10 +79,9 @@ class World:
             )
             for n, model in enumerate(MODELS)
         }
-        policy = GroupPolicy(self.sizes, GROUPS[plan.groups], plan.budget * GIB, plan.ram_budget * GIB)
         self.sim = Simulator(
             rules,
-            policy,
+            self._policy(),
             load=LOAD,
             stop=STOP,
             patience=PATIENCE,
@@ -84,12 +89,18 @@ class World:
             unload_timeout=LONGEST,
             sizes=self.sizes,
             vram_budget=plan.budget * GIB,
-            ram_budget=plan.ram_budget * GIB,
-            cpu=[m for g in GROUPS[plan.groups] if g.pool == "ram" for m in g.members],
+            ram_budget=0 if plan.groups == "matrix" else plan.ram_budget * GIB,
+            cpu=[m for g in GROUPS.get(plan.groups, ()) if g.pool == "ram" for m in g.members],
             eager_stop=plan.eager,
         )
         self.count = 0
         self.trouble: list[int] = []  # when something happened that promise 8 does not reckon with
+
+    def _policy(self) -> EvictionPolicy:
+        budgets = (self.plan.budget * GIB, self.plan.ram_budget * GIB)
+        if self.plan.groups == "matrix":
+            return MatrixPolicy(self.sizes, SETS, {"bee": 3}, *budgets)
+        return GroupPolicy(self.sizes, GROUPS[self.plan.groups], *budgets)
 
     def arrive(self, model: str, length: int, tool: bool) -> None:
         """A request whose answer takes `length` nanoseconds."""
@@ -170,7 +181,7 @@ class World:
 
 plans = st.builds(
     Plan,
-    groups=st.sampled_from(sorted(GROUPS)),
+    groups=st.sampled_from([*sorted(GROUPS), "matrix"]),
     vram=st.lists(st.integers(0, 8), min_size=5, max_size=5),
     ram=st.lists(st.integers(0, 4), min_size=5, max_size=5),
     budget=st.sampled_from([0, 6, 8, 12, 16]),
@@ -242,7 +253,7 @@ TestSchedulerMachine.settings = settings(
 def random_plan(dice: random.Random) -> Plan:
     """A world of the same kinds as `plans` makes."""
     return Plan(
-        groups=dice.choice(sorted(GROUPS)),
+        groups=dice.choice([*sorted(GROUPS), "matrix"]),
         vram=[dice.randint(0, 8) for _ in MODELS],
         ram=[dice.randint(0, 4) for _ in MODELS],
         budget=dice.choice([0, 6, 8, 12, 16]),

@@ -145,7 +145,7 @@ def test_a_victim_that_is_unloaded_stays_so_when_its_swap_is_dropped() -> None:
     actions = walk(["ant"], [unloading], [swap], sizes={"ant": 4, "bee": 4}, budget=4)
     assert actions[0] == AbortSwap(9, "bee")
     assert isinstance(actions[1], Queue)
-    evicted = view("ant", "draining", leases=1, tick=1, stop_reason="evicted")
+    evicted = view("ant", "draining", leases=1, tick=1, stop_reason="evicted for bee")
     actions = walk(["ant"], [evicted], [swap], sizes={"ant": 4, "bee": 4}, budget=4)
     assert actions == [AbortSwap(9, "bee"), Serve(1, "ant")]
 
@@ -270,7 +270,7 @@ def test_nothing_starts_that_an_overdue_request_would_have_to_stop_as_well() -> 
 def test_nothing_starts_that_stops_what_an_overdue_request_will_stop() -> None:
     groups = [
         GroupRule("exclusive", persistent=True, members=("ant",)),
-        GroupRule("all", members=("now", "big")),
+        GroupRule("all", persistent=True, members=("now", "big")),
         GroupRule("rest", swap=False, exclusive=False, members=("cow",)),
     ]
     action = behind_an_overdue_request(["ant"], [view("cow")], groups=groups)
@@ -286,6 +286,18 @@ def test_nothing_that_renders_starts_before_an_overdue_request() -> None:
 
 def test_what_has_nothing_to_do_with_an_overdue_request_starts() -> None:
     assert behind_an_overdue_request(["ant"], groups=[apart("ant")]) == StartSwap(3, "ant", ())
+
+
+def test_an_overdue_request_whose_own_model_is_unloaded_holds_back_only_what_concerns_it() -> None:
+    processes = [view("big", "draining", leases=1, stop_reason="unload"), view("old")]
+    queue: list[Any] = [("big", {"patience_at": LATE}), "ant", "cat"]
+    sizes = {"big": 8, "old": 6, "cat": 2}
+    actions = walk(queue, processes, sizes=sizes, budget=16, groups=[apart("ant")])
+    assert isinstance(actions[0], Queue)
+    assert actions[1] == StartSwap(2, "ant", ())  # whatever starts beside it, big fits
+    assert actions[2] == StartSwap(3, "cat", ())
+    actions = walk(queue, processes, sizes=sizes, budget=13, groups=[apart("ant")])
+    assert actions[1] == StartSwap(2, "ant", ())  # big will stop old, with ant or without
 
 
 def test_nothing_starts_that_makes_renders_wait_again() -> None:

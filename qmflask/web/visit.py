@@ -1,0 +1,200 @@
+"""One request on a route that a model answers, from arrival to end: what it holds, and that all of it is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+from qmflask.config import ApiKey
+from qmflask.errors import BadRequest, ClientGone
+from qmflask.hangup import Client, client_socket
+from qmflask.headers import Header
+from qmflask.intake import Intake
+from qmflask.leases import Ask, Lease
+from qmflask.recording import Recording
+from qmflask.relay import Outcome, Relayed, StreamObserver, open_relay
+from qmflask.router import Router
+from qmflask.upstream import UpstreamRequest
+from qmflask.web import request_id
+
+#: A client that sends nothing of a body it has begun for this long will not send the rest either.
+READ_SECONDS = 60.0
+#: Longest wait a client may ask for, in ms.
+_MAX_WAIT_MS = 24 * 3600 * 1000
+
+
+class Visit:
+    """Owns the request's slot, watched socket, body, lease and record; `end` gives them back, once."""
+
+    def __init__(self, router: Router, environ: dict[str, Any], key: ApiKey | None, path: str) -> None:
+        """Raises Overloaded. `path` is the path that the model server will see."""
+        self.router = router
+        self.live = router.live
+        self.environ = environ
+        self.key = key
+        self.path = path
+        self.id = environ.get(request_id.KEY) or request_id.assign(environ)
+        self.client = Client()
+        self.body: Intake | None = None
+        self.lease: Lease | None = None
+        self.recording: Recording | None = None
+        self.on_end: Callable[[], None] | None = None
+        self._moves: Moves | None = None
+        self._ended = False
+        self._sock: socket.socket | None = None
+        router.take_slot()
+        try:
+            self._sock = client_socket(environ)
+            if self._sock is not None:
+                router.hangups.watch(self._sock, self.client)
+        except BaseException:
+            router.free_slot()
+            raise
+
+    def record(self) -> None:
+        """Have this request recorded (activity, in-flight list, capture, access line)."""
+        self.recording = self.router.activity.record(self.environ)
+        if self.key is not None:
+            self.recording.key_name = self.key.name
+
+    def named(self, asked: str, model: str | None, selector: str | None = None) -> None:
+        """Tell the recording which model it is about; None while that is not known, or there is none."""
+        if self.recording is not None:
+            self.recording.named(asked, model, **({"selector": selector} if selector is not None else {}))
+
+    def granted(self, lease: Lease) -> None:
+        """Take over a lease."""
+        self.lease = lease
+        if self.recording is not None:
+            self.recording.granted(lease.wait_ms, lease.paid, lease.arrival.priority or None)
+
+    def ask(self, model: str, selector: str | None = None) -> Ask:
+        """What the queue should know. Raises BadRequest for waits that are no numbers."""
+        configured = self.live.config.models.get(model)
+        environ = self.environ
+        detail: dict[str, Any] = {
+            "method": environ["REQUEST_METHOD"],
+            "path": self.path,
+            "remote": environ.get("REMOTE_ADDR") or "",
+        }
+        if self.key is not None:
+            detail["key"] = self.key.name
+        if selector is not None:
+            detail["selector"] = selector
+        if configured is None:
+            return Ask(self.id, detail)
+        free = self.key is not None and self.key.admin
+        patience, hold = _wait(environ, "X-QM-Patience-Ms"), _wait(environ, "X-QM-Hold-Ms")
+        if patience is not None and not free:
+            patience = max(patience, configured.patience_ms)
+        if hold is not None and not free:
+            hold = min(hold, configured.hold_ms)
+        return Ask(self.id, detail, patience, hold)
+
+    def may_idle(self, lease: Lease, seconds: float) -> None:
+        """This answer may be cut when it moves nothing for so long and its model is wanted gone; 0 = never."""
+        if seconds > 0:
+            lease.idle_limit, lease.moved_at = int(seconds * 1e9), lease.granted_at
+            self._moves = Moves(lease, self.recording)
+
+    def relay(self, sending: UpstreamRequest, headers: Iterable[Header]) -> Relayed:
+        """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
+        if self.recording is not None:
+            self.recording.sent(self.path, sending.headers, sending.body)
+        with self.reading():  # what is left of an upload
+            return open_relay(
+                self.router.upstream,
+                sending,
+                self.client,
+                on_end=self.end,
+                observer=self.recording if self._moves is None else self._moves,
+                extra_headers=headers,
+            )
+
+    def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
+        """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
+        headers = [("X-QM-Request-Id", self.id), ("X-QM-Model", header_text(model))]
+        if lease is not None:
+            headers += [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
+        return headers
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While the body is read: a client that stalls gives its slot back. Never while an answer is written."""
+        if self._sock is None:
+            yield
+            return
+        self._sock.settimeout(READ_SECONDS)
+        try:
+            yield
+        finally:
+            if self._sock.fileno() >= 0:
+                self._sock.settimeout(None)
+
+    def end(self, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
+        """Give everything back; idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others run
+            stack.callback(request_id.forget)
+            stack.callback(self.router.free_slot)
+            if self.recording is not None:
+                stack.callback(_settle, self.recording, outcome, error)
+            if self.on_end is not None:
+                stack.callback(self.on_end)
+            if self.body is not None:
+                stack.callback(self.body.close)
+            if self._sock is not None:
+                stack.callback(self.router.hangups.unwatch, self._sock)
+            if self.lease is not None:
+                self.lease.end(tool_call=outcome is not None and outcome.tool_call)
+
+
+class Moves:
+    """Notes when an answer's bytes moved last, and lets the recording see them."""
+
+    def __init__(self, lease: Lease, then: StreamObserver | None) -> None:
+        self._lease = lease
+        self._then = then
+
+    def begin(self, status: int, headers: list[Header]) -> None:
+        """The head has come."""
+        self._lease.moved_at = time.monotonic_ns()
+        if self._then is not None:
+            self._then.begin(status, headers)
+
+    def feed(self, data: bytes) -> None:
+        """Bytes pass."""
+        self._lease.moved_at = time.monotonic_ns()
+        if self._then is not None:
+            self._then.feed(data)
+
+
+def _settle(recording: Recording, outcome: Outcome | None, error: BaseException | None) -> None:
+    if outcome is not None:
+        recording.end(outcome)
+    else:
+        recording.fail(error or ClientGone("gone"))
+
+
+def header_text(text: str) -> str:
+    """A name as a header's value: `%` and what is no printable ASCII are percent-encoded as UTF-8."""
+    plain = text.isascii() and text.isprintable() and "%" not in text
+    return text if plain else quote(text, safe=_PRINTABLE, errors="replace")
+
+
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+def _wait(environ: dict[str, Any], header: str) -> int | None:
+    text = environ.get("HTTP_" + header.upper().replace("-", "_"))
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise BadRequest(f"{header}: {text!r} is not a number of milliseconds")
+    return min(int(text), _MAX_WAIT_MS)

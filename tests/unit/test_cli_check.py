@@ -1,0 +1,101 @@
+"""`qmflask check` and `qmflask schema` as people and scripts call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from qmflask.cli import main
+from qmflask.config.schema import RootSection
+
+GOOD = "models:\n  m: {cmd: 'r --port ${PORT} \"a b\"', aliases: [x], filters: {setParamsByID: {y: {a: 1}}}}\n"
+
+
+def run(*args: object, **environ: str) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args], env={"QMFLASK_CONFIG": None, **environ})
+
+
+def file(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_good_file(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, GOOD))
+    assert result.exit_code == 0, result.output
+    head, row = result.output.splitlines()[:2]
+    assert head.split() == ["model", "port", "group", "pool", "vram", "ram", "ttl", "command"]
+    assert row.split(None, 7) == ["m", "5800", "(default)", "vram", "?", "?", "never", "r --port 5800 'a b'"]
+    assert result.output.endswith("0 errors, 0 warnings, 1 model\n")
+    assert run("check", QMFLASK_CONFIG=str(tmp_path)).output == result.output
+
+
+def test_errors_and_unknown_keys(tmp_path: Path) -> None:
+    path = file(tmp_path, "modls: {}\nstartPort: 0\n")
+    result = run("check", path)
+    assert result.exit_code == 1
+    assert f"error: {path}:1:1: modls: unknown key 'modls' (allowed: models; did you mean models?)" in result.output
+    assert "startPort must be greater than 1" in result.output and "2 errors" in result.output
+
+
+def test_strict_fails_for_warnings(tmp_path: Path) -> None:
+    path = file(tmp_path, "logLevel: loud\n")
+    assert run("check", path).exit_code == 0
+    assert run("check", path, "--strict").exit_code == 1
+
+
+def test_json(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, GOOD + "logLevel: loud\napiKeys: [k]\nperformance: {every: 75s}"), "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.output)
+    assert sorted(found) == ["config", "errors", "warnings"] and found["errors"] == []
+    warning = found["warnings"][0]
+    assert (warning["line"], warning["column"], warning["path"], warning["value"]) == (3, 11, "logLevel", "loud")
+    config = found["config"]
+    model = config["models"]["m"]
+    assert model["argv"] == ["r", "--port", "5800", "a b"] and model["cmd"] == 'r --port 5800 "a b"'
+    assert model["aliases"] == ["x", "y"] and model["automaticAliases"] == ["y"] and model["ttl"] == 0
+    assert config["groups"]["(default)"]["members"] == ["m"] and config["apiKeys"] == ["k"]
+    assert config["performance"]["every"] == "1m15s" and config["healthCheckTimeout"] == 120
+
+
+def test_json_of_a_bad_file_still_has_what_could_be_read(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, GOOD + "startPort: 0\n"), "--json")
+    found = json.loads(result.output)
+    assert result.exit_code == 1 and found["config"]["models"]["m"]["port"] == 5800
+    assert found["errors"][0]["path"] == "startPort" and found["errors"][0]["allowed"]
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    for args in ((tmp_path / "none.yaml",), (tmp_path,)):
+        result = run("check", *args)
+        assert result.exit_code == 1 and "error:" in result.output and "Traceback" not in result.output
+        assert json.loads(run("check", *args, "--json").output)["config"] is None
+    path = file(tmp_path, GOOD)
+    assert "is also present in -config-dir" in run("check", path, "--config-dir", tmp_path).output
+    (tmp_path / "more.yaml").write_text("models: {n: {cmd: '${PORT}'}}", encoding="utf-8")
+    assert "2 models" in run("check", tmp_path).output
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "模型"])
+def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path, name: str) -> None:
+    result = run("check", file(tmp_path, json.dumps({"models": {name: {"cmd": "x ${PORT}"}}, name: 1})))
+    assert "\x1b" not in result.output and "a\nb" not in result.output
+
+
+def test_schema_is_made_of_the_same_keys() -> None:
+    schema = json.loads(run("schema").output)
+    assert set(schema["properties"]) == {field.alias or name for name, field in RootSection.model_fields.items()}
+    model = schema["$defs"]["ModelSection"]["properties"]
+    assert model["ttl"]["default"] == -1 and model["ttl"]["description"]
+    assert schema["properties"]["vramReserveGB"]["default"] == 1
+    assert schema["$defs"]["ModelSection"]["additionalProperties"] is False and "^x-" in schema["patternProperties"]
+
+
+def test_help_lists_the_commands() -> None:
+    output = run("--help").output
+    assert "check" in output and "schema" in output and run("nonsense").exit_code == 2
