@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 MINUTES ?= 10
 
 # Debian packages by the command, library or file that shows they are there.
-TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx libgomp.so.1:libgomp1
+TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx libgomp.so.1:libgomp1 chromium:chromium
 BENCH_PACKAGES := gcc:gcc wrk:wrk
 
 .DELETE_ON_ERROR:

@@ -60,7 +60,7 @@ class Clients:
             try:
                 outcome = f"{act.__name__.strip('_')} {act(model, chance)}"
             except (OSError, http.client.HTTPException) as e:
-                outcome = f"connection lost ({type(e).__name__})"  # a worker was killed
+                outcome = f"connection lost: {e!r:.100}"  # a worker was killed
             with self._lock:
                 self.outcomes[outcome] += 1
 

@@ -76,7 +76,9 @@ def _before() -> Response | None:
         return preflight(environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS"))
     path = raw_path(environ)
     clean = cleaned(path)
-    return redirect(307, clean, environ.get("QUERY_STRING", "")) if clean != path else None
+    if clean == path:
+        return None
+    return redirect(307, clean, environ.get("QUERY_STRING", ""), environ.get("SCRIPT_NAME", ""))
 
 
 def _known_error(error: QmflaskError) -> Response:

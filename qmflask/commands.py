@@ -140,7 +140,8 @@ class Commands:
             if request.kind != "unload" and row.model in (ALL, request.model) and request.arrival < row.arrival
         ]
         name = "all models were" if row.model == ALL else f"model {row.model} was"
-        error = errors.ModelUnloaded(f"{name} unloaded while the request waited; ask again to load it", retry_after=1)
+        message = f"model unloaded: {name} unloaded while the request waited; ask again to load it"
+        error = errors.ModelUnloaded(message, retry_after=1)
         return scheduling.fail(tx, waiting, error)
 
     def _begin_unload(self, tx: Transaction, model: str, now: int) -> list[ProcessRow]:
@@ -172,11 +173,12 @@ class Commands:
             if row.state is not State.DRAINING or row.deadline == 0:
                 continue
             with self._store.write(self._generation) as tx:
-                if now < row.deadline and not scheduling.idle(tx, row.model):
+                latest = _must(reading.process(tx, row.model))  # a command of this very look may have changed it
+                if latest.state is not State.DRAINING or (now < latest.deadline and not scheduling.idle(tx, row.model)):
                     continue
                 deadline = now + int(row.unload_timeout * SECOND)
                 # draining -> stopping
-                scheduling.set_state(tx, row.model, State.STOPPING, row.reason, deadline=deadline)
+                scheduling.set_state(tx, row.model, State.STOPPING, latest.reason, deadline=deadline)
                 stopping = _must(reading.process(tx, row.model))
             self._trees.signal_stop(stopping)
         return set()

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qmflask.config import Config, ConfigError, load
-from qmflask.configfiles import fingerprint, read_resolved, read_sources, write_resolved
+from qmflask.config import Config, ConfigError
+from qmflask.configfiles import fingerprint, load_path, read_resolved, write_resolved
 from qmflask.names import Names
 from qmflask.policy.rules import Rules, make_rules
 from qmflask.store import Store, admission, reading
@@ -139,7 +139,7 @@ class Configuration:
         return ""
 
     def _load(self) -> Config:
-        loaded = load(read_sources(self.source), os.environ)
+        loaded = load_path(self.source, os.environ)
         for problem in loaded.warnings:
             log.warning("%s", problem.text())
         return loaded.config

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from qmflask import errors, processes
 from qmflask.accounts import Accounts
+from qmflask.bell import Bell
 from qmflask.commands import Commands
 from qmflask.config import Config
 from qmflask.memory.samples import GIB
@@ -53,7 +54,7 @@ class Term:
         self._send = send
         self._on_tick = on_tick
         self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._trees = Trees(store, generation, children, self.ring, self._watch_tree, self._selector_remove)
         self._workers: dict[str, int] = {}
@@ -73,10 +74,7 @@ class Term:
 
     def ring(self) -> None:
         """Make the loop turn now; any thread may call it, also after the end."""
-        try:
-            os.eventfd_write(self._bell, 1)
-        except (BlockingIOError, OSError):
-            return
+        self._bell.ring()
 
     def run(self, keep_on: Callable[[], bool]) -> None:
         """Lead until `keep_on` says no. Raises Deposed when another term has begun."""
@@ -107,10 +105,7 @@ class Term:
         ended: set[tuple[str, str]] = set()
         for key, _ in self._selector.select(timeout):
             if key.data is None:
-                try:
-                    os.eventfd_read(self._bell)
-                except BlockingIOError:
-                    continue
+                self._bell.answer()
             else:
                 ended.add(key.data)
         return ended
@@ -315,7 +310,7 @@ class Term:
             os.close(descriptor)
         self._workers.clear()
         self._selector.close()
-        os.close(self._bell)
+        self._bell.close()
 
 
 def _evicts(actions: Iterable[Action]) -> bool:

@@ -120,7 +120,7 @@ class Trees:
             try:
                 self._spawn(swap, model, tree, port, lock)
             except (SpawnError, LaunchError) as err:
-                error = errors.ModelStartFailed(f"model {model.id} cannot be started: {err}")
+                error = errors.ModelStartFailed(f"model {model.id} cannot be started: failed to start command: {err}")
                 self.woken |= self._fail_start(tree, error, now)
         finally:
             lock.close()
@@ -364,7 +364,8 @@ class Trees:
 
     def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
         lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
-        message = f"model {row.model} ended with {_code(tree.exit_code)} before it was healthy"
+        code = _code(tree.exit_code)
+        message = f"model {row.model}: upstream command exited prematurely with {code}, before it was healthy"
         if row.port is not None and (holder := processes.holder_of(row.port)):
             message += f"; port {row.port} is held by {holder}"
         if lines:
@@ -384,8 +385,8 @@ class Trees:
             lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
             seconds = (row.deadline - row.started_at) // SECOND
             error = errors.ModelStartTimeout(
-                f"model {row.model} was not healthy within {seconds} s ({probed.detail}); raise healthCheckTimeout"
-                f" or look at its log{': ' + ' | '.join(lines) if lines else ''}"
+                f"model {row.model}: health check timed out after {seconds}s ({probed.detail});"
+                f" raise healthCheckTimeout or look at its log{': ' + ' | '.join(lines) if lines else ''}"
             )
             return self._fail_start(tree, error, now)
         if row.port is not None and processes.listens(tree.identity.pid, tree.token, row.port, tree.identity) is False:

@@ -36,6 +36,11 @@ def is_masked(text: str) -> bool:
     return _MASKED.search(text) is not None
 
 
+def unmasked(text: str) -> str:
+    """The text with a word for people where a value is unknown."""
+    return _MASKED.sub("${env.?}", text)
+
+
 def read(text: str, file: str, environ: Mapping[str, str], problems: Problems) -> list[Event]:
     """The events of `text` with every live reference replaced.
 

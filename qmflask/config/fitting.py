@@ -33,7 +33,7 @@ def _too_large(ctx: Context, config: Config, model: Model) -> None:
         if 0 < budget < size:
             text = f"model {shown(model.id)} needs {show_size(size)}, more than {name} of {show_size(budget)}: "
             text += "requests for it are refused" if config.oversize == "refuse" else "all others stop for it"
-            ctx.warning(text, ("models", model.id, key), "larger_than_budget")
+            ctx.warning(text, ("models", model.id, key), "larger_than_budget", allowed=f"at most {show_size(budget)}")
 
 
 def _persistent_sum(ctx: Context, config: Config) -> None:
@@ -48,7 +48,12 @@ def _persistent_sum(ctx: Context, config: Config) -> None:
             listed = ", ".join(shown(group) for group in groups)
             text = f"persistent members of {listed} need {show_size(total)} together, more than {name} of "
             text += f"{show_size(budget)}, and they are never stopped for one another"
-            ctx.warning(text, (*_groups_path(ctx), groups[-1], "members"), "persistent_over_budget")
+            ctx.warning(
+                text,
+                (*_groups_path(ctx), groups[-1], "members"),
+                "persistent_over_budget",
+                allowed=f"at most {show_size(budget)}",
+            )
 
 
 def _size(model: Model, pool: str) -> int:
@@ -106,7 +111,9 @@ def _preload(ctx: Context, config: Config) -> None:
         if victims:
             listed = ", ".join(shown(victim) for victim in victims)
             text = f"preloading {shown(name)} stops {listed}, which is preloaded before it: they do not fit together"
-            ctx.warning(text, ("hooks", "on_startup", "preload"), "preload_conflict")
+            ctx.warning(
+                text, ("hooks", "on_startup", "preload"), "preload_conflict", allowed="models that fit together"
+            )
         loaded = [model for model in loaded if model not in victims] + [name]
 
 
@@ -123,7 +130,7 @@ def _never_unloaded(ctx: Context, config: Config) -> None:
             continue
         text = f"model {shown(model.id)} is never unloaded: it has no ttl, and no other model's load can stop it"
         hint = "set ttl, give it a size and set a budget, or let its group swap or another group be exclusive"
-        ctx.warning(text, ("models", model.id), "never_unloaded", hint=hint)
+        ctx.warning(text, ("models", model.id), "never_unloaded", allowed="a way to be unloaded", hint=hint)
 
 
 def _groups_stop(config: Config, model: Model) -> bool:

@@ -43,7 +43,7 @@ def _log_words(ctx: Context) -> None:
         ctx.warning(text, ("logTimeFormat",), "log_time_format", allowed=", ".join(_TIME_FORMATS))
     for path, seconds in (("healthCheckTimeout", file.health_check_timeout),):
         if seconds < 15:
-            ctx.warning(f"{seconds} s is raised to the minimum of 15 s", (path,), "raised")
+            ctx.warning(f"{seconds} s is raised to the minimum of 15 s", (path,), "raised", allowed="15 or more")
 
 
 def _idle_routing(ctx: Context) -> None:
@@ -51,11 +51,22 @@ def _idle_routing(ctx: Context) -> None:
     router = ctx.file.routing.router
     if router.use == "matrix" and router.settings.groups:
         path: Path = ("routing", "router", "settings", "groups")
-        ctx.warning("groups have no effect, because routing.router.use is matrix", path, "unused_groups")
+        ctx.warning(
+            "groups have no effect, because routing.router.use is matrix",
+            path,
+            "unused_groups",
+            allowed="settings of the router in use",
+        )
     if router.use in ("", "group") and router.settings.matrix is not None:
         path = ("routing", "router", "settings", "matrix")
         text = "the matrix has no effect, because routing.router.use is not matrix"
-        ctx.warning(text, path, "unused_matrix", hint="set routing.router.use to matrix")
+        ctx.warning(
+            text,
+            path,
+            "unused_matrix",
+            allowed="settings of the router in use",
+            hint="set routing.router.use to matrix",
+        )
 
 
 def _keys(ctx: Context) -> None:
@@ -63,7 +74,7 @@ def _keys(ctx: Context) -> None:
     for number, section in enumerate(ctx.file.api_keys):
         if section.key and section.key in seen:
             text = "this API key stands here twice; the first entry counts"
-            ctx.warning(text, ("apiKeys", number), "same_key")
+            ctx.warning(text, ("apiKeys", number), "same_key", allowed="each key once")
         seen.add(section.key)
 
 
@@ -71,12 +82,14 @@ def _model(ctx: Context, model: Model, config: Config) -> None:
     path: Path = ("models", model.id)
     section = ctx.file.models[model.id]
     if section is None:
-        ctx.warning("the model has no settings, so it can never be started", path, "empty_model")
+        ctx.warning(
+            "the model has no settings, so it can never be started", path, "empty_model", allowed="a mapping with cmd"
+        )
         return
     for number, alias in enumerate(section.aliases):
         if alias in config.models and alias != model.id:
             text = f"the alias {shown(alias)!r} has no effect: it is the id of another model"
-            ctx.warning(text, (*path, "aliases", number), "dead_alias")
+            ctx.warning(text, (*path, "aliases", number), "dead_alias", allowed="names that nothing else has")
     for number, pair in enumerate(section.env):
         if "=" not in pair or pair.startswith("="):
             text = "an environment entry without NAME= is left out"
@@ -85,7 +98,7 @@ def _model(ctx: Context, model: Model, config: Config) -> None:
     timeout = section.health_check_timeout
     if timeout is not None and timeout < 15:
         text = f"{timeout} s is raised to the minimum of 15 s"
-        ctx.warning(text, (*path, "healthCheckTimeout"), "raised")
+        ctx.warning(text, (*path, "healthCheckTimeout"), "raised", allowed="15 or more")
     _filters(ctx, model, path)
 
 
@@ -93,7 +106,12 @@ def _launch(ctx: Context, model: Model, path: Path) -> None:
     try:
         model.launch()
     except LaunchError as error:
-        ctx.warning(f"the model cannot be started: {error}", (*path, "proxy" if model.cmd else "cmd"), "launch")
+        ctx.warning(
+            f"the model cannot be started: {error}",
+            (*path, "proxy" if model.cmd else "cmd"),
+            "launch",
+            allowed="a command and the address it listens on",
+        )
     if model.proxy.strip() and "://" not in model.proxy:
         text = f"proxy {shown(model.proxy)!r} has no scheme and counts as http://"
         ctx.warning(text, (*path, "proxy"), "scheme", allowed="http://host:port")
@@ -108,7 +126,12 @@ def _filters(ctx: Context, model: Model, path: Path) -> None:
     for base, params in bases:
         for key in params:
             if protects_model(key):
-                ctx.warning("a filter never touches `model`; this entry is left out", (*base, key), "model_filter")
+                ctx.warning(
+                    "a filter never touches `model`; this entry is left out",
+                    (*base, key),
+                    "model_filter",
+                    allowed="any other key",
+                )
     if section.filters.strip_params.strip() and section.filters.old_strip_params.strip():
         text = "strip_params has no effect beside stripParams"
-        ctx.warning(text, (*path, "filters", "strip_params"), "strip_params")
+        ctx.warning(text, (*path, "filters", "strip_params"), "strip_params", allowed="one of the two")

@@ -71,9 +71,20 @@ def lint_ports(ctx: Context, config: Config, environ: Mapping[str, str]) -> None
         if port == own:
             text = f"model {shown(name)}: port {port} is the one qmflask itself listens on"
             where = "proxy" if model.port is None else "cmd"
-            ctx.warning(text, ("models", name, where), "own_port", hint="choose another port, or another startPort")
+            ctx.warning(
+                text,
+                ("models", name, where),
+                "own_port",
+                allowed="any other port",
+                hint="choose another port, or another startPort",
+            )
         if port > 65535:
-            ctx.warning(f"model {shown(name)}: there is no port {port}", ("models", name, "proxy"), "no_port")
+            ctx.warning(
+                f"model {shown(name)}: there is no port {port}",
+                ("models", name, "proxy"),
+                "no_port",
+                allowed="1 to 65535",
+            )
         if model.port is None and model.cmd.strip():
             fixed.setdefault(port, []).append(model)
     if any(len(models) > 1 for models in fixed.values()):
@@ -90,10 +101,14 @@ def _unnamed(ctx: Context, model: Model, port: int | None) -> None:
     path = ("models", model.id, "proxy")
     if model.port is not None and port != model.port:
         text = f"model {shown(model.id)}: cmd listens on ${{PORT}}, but proxy names port {port}"
-        ctx.warning(text, path, "port_mismatch", hint="use ${PORT} in proxy too, or leave proxy out")
+        ctx.warning(
+            text, path, "port_mismatch", allowed="the same port", hint="use ${PORT} in proxy too, or leave proxy out"
+        )
     else:
         text = f"model {shown(model.id)}: cmd listens on port {ports[0]}, but proxy names port {port}"
-        ctx.warning(text, path, "port_mismatch", hint=f"set proxy to http://127.0.0.1:{ports[0]}")
+        ctx.warning(
+            text, path, "port_mismatch", allowed="the same port", hint=f"set proxy to http://127.0.0.1:{ports[0]}"
+        )
 
 
 def _shared(ctx: Context, policy: GroupPolicy | MatrixPolicy, port: int, models: list[Model]) -> None:
@@ -101,5 +116,5 @@ def _shared(ctx: Context, policy: GroupPolicy | MatrixPolicy, port: int, models:
         if may_run_together(policy, first, second):
             text = f"models {shown(first.id)} and {shown(second.id)} both use port {port} and may run together"
             hint = "use ${PORT} in cmd and proxy, so that each gets its own"
-            ctx.warning(text, ("models", second.id, "proxy"), "same_port", hint=hint)
+            ctx.warning(text, ("models", second.id, "proxy"), "same_port", allowed="a port for each", hint=hint)
             return

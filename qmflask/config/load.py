@@ -85,6 +85,8 @@ def analyse(
         config = _resolve(root, environ, strict, problems, path_fault)
     except YamlError as error:
         problems.error(str(error), error.mark(sources[0].name if sources else ""))
+    if config is not None and any(problem.code == "env" for problem in problems.found):
+        config = Config.from_json(environment.unmasked(config.to_json().decode()).encode())
     errors = tuple(p for p in problems.errors if not environment.is_masked(p.message + p.path))
     warnings = tuple(p for p in problems.warnings if not environment.is_masked(p.message + p.path))
     return Report(config, _named(errors, sources), _named(warnings, sources))
@@ -148,7 +150,14 @@ def _note_unknown(expanded: Expanded, strict: bool, problems: Problems) -> None:
         mark = locate(expanded.root, path, key=True)
         reason = section.legacy.get(key)
         if reason is not None:
-            problems.warning(f"the key {key!r} does nothing: {reason}", mark, path, code="legacy_key")
+            problems.warning(
+                f"the key {key!r} does nothing: {reason}",
+                mark,
+                path,
+                value=key,
+                allowed=_listed(section),
+                code="legacy_key",
+            )
             continue
         note = problems.error if strict else problems.warning
         text = f"unknown key {shown(key)!r}"

@@ -31,7 +31,7 @@ def merge_files(trees: Sequence[Node], problems: Problems) -> Map | None:
         elif isinstance(tree, Scalar):
             if tree.value is not None:
                 text = "the file holds a single value and no keys, so it is ignored"
-                problems.warning(text, tree.mark, value=tree.text, code="ignored_file")
+                problems.warning(text, tree.mark, value=tree.text, allowed="key: value lines", code="ignored_file")
         elif root is None:
             root = tree
         else:

@@ -113,7 +113,7 @@ def _groups(
             text = (
                 "the group (default) is made by qmflask from all models in no other group; these settings are ignored"
             )
-            ctx.warning(text, (*base, name), "default_group")
+            ctx.warning(text, (*base, name), "default_group", allowed="any other name")
             continue
         members[name] = _members(ctx, (base, name), section.members if section else [], table, explicit, owner)
         found.groups[name] = _group(section, members[name])
@@ -159,7 +159,9 @@ def _members(
         if model is None and member in table.aliases:
             model = table.aliases[member]
             text = f"group {shown(group)!r}: {shown(member)!r} is an alias of the model {shown(model)!r}"
-            ctx.warning(text, path, "alias_member", hint=f"write {shown(model)}, groups hold model ids")
+            ctx.warning(
+                text, path, "alias_member", allowed="ids of models", hint=f"write {shown(model)}, groups hold model ids"
+            )
             if model in explicit:
                 continue
         if model is None:
@@ -255,7 +257,7 @@ def _priority(ctx: Context, given: Mapping[str, int], table: NameTable) -> dict[
         elif model not in found or name == model:
             if model in found and found[model] != value:
                 text = f"the model {shown(model)!r} has two priorities, by its id and by an alias; its id's counts"
-                ctx.warning(text, (*base, name), "two_priorities")
+                ctx.warning(text, (*base, name), "two_priorities", allowed="one priority for each model")
             found[model] = value
     return found
 

@@ -316,7 +316,9 @@ class _Composer:
         for event in stream:
             if event.kind == "more":
                 text = "a second document begins here; only the first one of a file is read"
-                self.problems.warning(text, Mark(self.file, event.line, event.column), code="documents")
+                self.problems.warning(
+                    text, Mark(self.file, event.line, event.column), allowed="one document", code="documents"
+                )
                 continue
             if event.kind == "end":
                 container, parts = stack.pop()

@@ -46,7 +46,7 @@ def admit(snapshot: Snapshot, request: RequestView, now: int) -> Action:
         if refusal is not None:
             return refusal
     if rule.concurrency_limit and snapshot.in_system.get(model, 0) >= rule.concurrency_limit:
-        why = f'model "{model}" has {rule.concurrency_limit} requests already, its concurrencyLimit; try again soon'
+        why = f'Too many requests: model "{model}" has {rule.concurrency_limit}, its concurrencyLimit; try again soon'
         return Reject(request.id, model, "concurrency_limit", why, retry_after=1)
     if view is not None and ready and not view.changed and _free_to_serve(snapshot, model):
         return Serve(request.id, model)

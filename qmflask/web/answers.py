@@ -67,8 +67,9 @@ def error_answer(error: QmflaskError, accept: str, request_id: str | None = None
     return json_answer(error.body(), error.status, headers)
 
 
-def redirect(status: int, path: str, query: str = "") -> Response:
-    """A redirect to a path of our own, whose percent-encoding is kept."""
+def redirect(status: int, path: str, query: str = "", mount: str = "") -> Response:
+    """A redirect to a path of our own below `mount` (SCRIPT_NAME), whose percent-encoding is kept."""
+    path = mount + path
     # A second slash or a backslash at the start would lead browsers to another host.
     location = quote("/" + path.lstrip("/\\"), safe=_LOCATION) + (f"?{quote(query, safe=_LOCATION)}" if query else "")
     return Response(b"", status, [("Location", location)], mimetype="text/plain")

@@ -6,6 +6,7 @@ a status and becomes an SSE `error` event, after which the connection is cut.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import time
@@ -73,6 +74,7 @@ class _LoadingBody:
         self._failed: QmflaskError | None = None
         self._begun = time.monotonic()
         self._looked = False
+        self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -96,12 +98,18 @@ class _LoadingBody:
 
     def close(self) -> None:
         """Leave the queue, or end the model's answer; idempotent."""
-        self._pending.close()
-        if self._relayed is not None:
-            close = getattr(self._relayed.body, "close", None)
-            if close is not None:
-                close()
-        self._visit.end(None, self._failed)
+        self._closed = True
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others run
+            stack.callback(self._visit.end, None, self._failed)
+            if self._relayed is not None:
+                stack.callback(getattr(self._relayed.body, "close", lambda: None))
+            stack.callback(self._pending.close)
+
+    def __del__(self) -> None:
+        # As in relay: a slot and a place in the queue must not depend on the server's promise to call close().
+        if not self._closed:
+            log.error("a response was dropped without close()")
+            self.close()
 
     def _step(self) -> bytes:
         if not self._looked:

@@ -11,6 +11,7 @@ from flask import Blueprint, Response, request
 from qmflask.config import ApiKey, Model
 from qmflask.errors import NotFound
 from qmflask.hangup import Client, client_socket
+from qmflask.headers import Header
 from qmflask.router import Router
 from qmflask.states import RESIDENT, State
 from qmflask.store.rows import ProcessRow
@@ -32,13 +33,15 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     @routes.get("/v1/models")
     @routes.get("/models")
     def list_models() -> Response:
+        return json_answer({"object": "list", "data": _records(router(), key())}, headers=_cors())
+
+    @routes.get("/v1/models/<path:name>")
+    def one_model(name: str) -> Response:
         owner = key()
-        live = router().live
-        states = {row.model: row.state for row in router().status().processes.values()}
-        data = records(live, states, targets.pins_of(router(), live), owner)
-        origin = request.environ.get("HTTP_ORIGIN")
-        headers = [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")] if origin else []
-        return json_answer({"object": "list", "data": data}, headers=headers)
+        for record in _records(router(), owner):
+            if name == record["id"] or name in record["meta"]["qmflask"].get("aliases", ()):
+                return json_answer(record, headers=_cors())
+        raise targets.unknown(router().live, owner, name)
 
     @routes.get("/running")
     def running() -> Response:
@@ -78,6 +81,17 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         return json_answer({"msg": "ok", "model": model, "state": "ready"})
 
     return routes
+
+
+def _records(router: Router, owner: ApiKey | None) -> list[dict[str, Any]]:
+    live = router.live
+    states = {row.model: row.state for row in router.status().processes.values()}
+    return records(live, states, targets.pins_of(router, live), owner)
+
+
+def _cors() -> list[Header]:
+    origin = request.environ.get("HTTP_ORIGIN")
+    return [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")] if origin else []
 
 
 def _unload(router: Router, model: str | None) -> None:

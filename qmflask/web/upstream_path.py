@@ -50,7 +50,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.get("/upstream")
     def page() -> Response:
-        return redirect(302, "/ui/models")
+        return redirect(302, "/ui/models", mount=request.environ.get("SCRIPT_NAME", ""))
 
     return routes
 
@@ -149,7 +149,7 @@ def _pinned(router: Router, rest: str) -> tuple[Resolved, str, str] | None:
 
 def _with_slash(environ: dict[str, Any], path: str) -> Response:
     status = 301 if environ["REQUEST_METHOD"] in ("GET", "HEAD") else 308
-    return redirect(status, path, environ.get("QUERY_STRING", ""))
+    return redirect(status, path, environ.get("QUERY_STRING", ""), environ.get("SCRIPT_NAME", ""))
 
 
 def _need_ready(router: Router, model: str, why: str) -> None:

@@ -38,10 +38,18 @@ def service(
     socket_path = folder / "http.sock"
     rerank = tiny_gguf("rerank", "", "--arch", "qwen3", "--rerank")
     models = {
-        "org/alpha:7b": {"cmd": llama(llama_server, tiny_gguf("alpha", SAYS)), "aliases": ["gpt-x"]},
-        "caller": {"cmd": llama(llama_server, tiny_gguf("caller", CALL, "--tools"), context=2048, extra="--jinja")},
+        "org/alpha:7b": {
+            "cmd": llama(llama_server, tiny_gguf("alpha", SAYS)),
+            "aliases": ["gpt-x"],
+            "sendLoadingState": True,
+        },
+        "caller": {
+            "cmd": llama(llama_server, tiny_gguf("caller", CALL, "--tools"), context=2048, extra="--jinja"),
+            "sendLoadingState": "comments",
+        },
         "embedder": {"cmd": llama(llama_server, tiny_gguf("alpha", SAYS), extra="--embeddings --pooling mean")},
         "ranker": {"cmd": llama(llama_server, rerank, extra="--rerank")},
+        "broken": {"cmd": "false", "proxy": "http://127.0.0.1:1", "sendLoadingState": "comments"},
         "ears": echo_model(useModelName="whisper-1"),
     }
     config = {
@@ -113,6 +121,10 @@ def test_openai_completions_embeddings_models(client: openai.OpenAI) -> None:
     vectors = client.embeddings.create(model="embedder", input=["one", "two"]).data
     assert len(vectors) == 2 and vectors[0].embedding != vectors[1].embedding
     assert "org/alpha:7b" in [model.id for model in client.models.list()]
+    assert client.models.retrieve("org/alpha:7b").id == "org/alpha:7b"
+    assert client.models.retrieve("gpt-x").id == "org/alpha:7b"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
 
 
 def test_openai_upload(client: openai.OpenAI) -> None:
@@ -130,6 +142,24 @@ def test_openai_errors(client: openai.OpenAI) -> None:
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
+
+
+def test_clients_bear_the_loading_frames(client: openai.OpenAI, url: str) -> None:
+    for model in ("org/alpha:7b", "caller"):
+        client.post(f"{url}/api/models/unload/{model}", cast_to=object)
+    chunks = list(client.chat.completions.create(model="gpt-x", messages=HI, max_tokens=16, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == SAYS
+    thoughts = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
+    assert "org/alpha:7b" in thoughts and "Ready after" in thoughts
+    with (
+        anthropic.Anthropic(base_url=url, api_key="sk-test", max_retries=0) as other,
+        other.messages.stream(model="caller", max_tokens=99, messages=HI) as stream,
+    ):
+        assert CALL in "".join(stream.text_stream)
+    with pytest.raises(openai.APIError) as caught:
+        list(client.chat.completions.create(model="broken", messages=HI, stream=True))
+    assert "exit" in caught.value.message
 
 
 def test_anthropic(url: str) -> None:

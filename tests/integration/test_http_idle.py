@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.echoing import echo_model, shared
-from tests.service import Service, eventually
+from tests.service import REPO, Service, eventually
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,22 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         },
         "groups": {"a": {"members": ["short", "never"], "swap": False, "exclusive": False}},
     }
-    with shared(tmp_path_factory.mktemp("idle"), config) as service:
+    folder = tmp_path_factory.mktemp("idle")
+    # The same application, but for a client that stalls in its body it waits one second, not sixty.
+    (folder / "impatient.py").write_text(
+        "import qmflask.web.visit\nqmflask.web.visit.READ_SECONDS = 1\nfrom wsgi import application\n"
+    )
+    more = {"app": "impatient:application", "env": {"PYTHONPATH": f"{folder}:{REPO}"}}
+    with shared(folder / "service", config, **more) as service:
         yield service
+
+
+def test_a_client_that_stalls_in_its_body_gives_its_slot_back(service: Service) -> None:
+    for kind in (b"application/json", b"multipart/form-data; boundary=X"):
+        with socket.create_connection(("127.0.0.1", service.port), timeout=20) as sock:
+            head = b"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\nContent-Type: " + kind
+            sock.sendall(head + b"\r\n\r\n{")
+            assert sock.recv(12) == b"HTTP/1.1 400"
 
 
 def listen(service: Service, model: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:

@@ -12,9 +12,9 @@ from tests.integration.fronting import nginx
 from tests.service import Service
 
 
-@pytest.fixture(scope="module", params=["proxy_buffering off", "proxy_buffering on"])
-def fronted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Service]:
-    """A service whose requests go through nginx, with and without its buffering."""
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, dict[str, int]]]:
+    """A service, and the ports of two nginx before it: as shipped, and with nginx's own buffering."""
     folder = tmp_path_factory.mktemp("fronted")
     socket_path = folder / "http.sock"
 
@@ -23,11 +23,20 @@ def fronted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
     with (
         shared(folder / "service", config, args=("--bind", f"unix:{socket_path}")) as service,
-        nginx(folder / "nginx", socket_path, **{"proxy_buffering off": request.param}) as port,
+        nginx(folder / "shipped", socket_path) as shipped,
+        nginx(folder / "buffering", socket_path, **{"proxy_buffering off": "proxy_buffering on"}) as buffering,
     ):
-        direct, service.port = service.port, port
-        yield service
+        direct = service.port
+        yield service, {"shipped": shipped, "buffering": buffering}
         service.port = direct
+
+
+@pytest.fixture(params=["shipped", "buffering"])
+def fronted(fronts: tuple[Service, dict[str, int]], request: pytest.FixtureRequest) -> Service:
+    """The service, reached through nginx."""
+    service, ports = fronts
+    service.port = ports[request.param]
+    return service
 
 
 def test_events_pass_at_once(fronted: Service) -> None:

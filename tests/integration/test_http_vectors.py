@@ -131,6 +131,31 @@ def merged(first: Any, second: Any) -> Any:
     return {**first, **{name: merged(first.get(name), value) for name, value in second.items()}}
 
 
+@pytest.mark.parametrize(
+    ("model", "status", "code", "fragment"),
+    [
+        ("falls", 502, "model_start_failed", "upstream command exited prematurely"),
+        ("nofile", 502, "model_start_failed", "failed to start command"),
+        ("blind", 502, "upstream_unreachable", "model blind at http://127.0.0.1:1"),
+    ],
+)
+def test_starts_that_fail(base: Service, model: str, status: int, code: str, fragment: str) -> None:
+    reply = base.chat(model, headers={"Authorization": "Bearer key-one"})
+    assert (reply.status, reply.code) == (status, code)
+    assert fragment in reply.json()["error"]["message"]
+
+
+def test_the_concurrency_limit(base: Service) -> None:
+    headers = {"Authorization": "Bearer key-one"}
+    assert base.chat("tight", headers=headers).status == 200
+    first = base.open("/upstream/tight/silence", None, headers)
+    assert first.recv(12) == b"HTTP/1.1 200"
+    reply = base.chat("tight", headers={**headers, "Accept": "text/html"})
+    assert (reply.status, reply.code, reply.header("Retry-After")) == (429, "concurrency_limit", "1")
+    assert "Too many requests" in reply.json()["error"]["message"]
+    first.close()
+
+
 # --- filters ----------------------------------------------------------------------------------------------
 
 

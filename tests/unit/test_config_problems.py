@@ -87,6 +87,11 @@ def test_secrets_are_not_shown() -> None:
     assert errors and "geheim" not in str([problem.as_dict() for problem in errors])
 
 
+def test_unknown_values_are_shown_as_such() -> None:
+    found = analyse([Source("f", "models: {m: {cmd: 'x ${PORT} ${env.NO}'}}")], {})
+    assert found.config is not None and found.config.models["m"].launch().argv == ("x", "5800", "${env.?}")
+
+
 def test_strict_makes_unknown_keys_errors() -> None:
     assert warned("foo: 1\nx-foo: 1\nmodels: {m: {cmd: '${PORT}', x-foo: 1}}") == ["unknown_key", "unknown_key"]
     errors, _warnings = report("strict: true\nstrickt: 1")
@@ -167,7 +172,10 @@ def two(first: str = "", second: str = "", top: str = "") -> str:
     ],
 )
 def test_what_is_surely_not_meant(text: str, code: str) -> None:
+    _errors, warnings = report(text)
+    problem = next(problem for problem in warnings if problem.code == code)
     assert code in warned(text)
+    assert problem.line and problem.column and problem.allowed and (problem.path or code == "ignored_file")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from qmflask.web import auth, request_id
 from qmflask.web.answers import preflight, redirect
 from qmflask.web.raw import cleaned, raw_path
 from qmflask.web.sending import join, rename_in_query
-from qmflask.web.visit import Visit, header_text
+from qmflask.web.visit import READ_SECONDS, Visit, header_text
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_redirects_stay_here() -> None:
     for path in ("//evil.example/x", "/\\evil.example", "\\/evil.example"):
         location = redirect(307, path).headers["Location"]
         assert location.startswith("/") and location[1:2] not in ("/", "\\")
+    assert redirect(301, "/a", "", "/mounted").headers["Location"] == "/mounted/a"
     assert redirect(301, "/a%2Fb", 'x="\n').headers["Location"] == "/a%2Fb?x=%22%0A"
 
 
@@ -178,6 +180,16 @@ def test_asked_waits(admin: bool | None, patience: str | None, hold: str | None,
 def test_waits_that_are_none(text: str) -> None:
     with pytest.raises(BadRequest):
         visit(None, {"HTTP_X_QM_HOLD_MS": text}).ask("m")
+
+
+def test_a_body_is_waited_for_with_a_limit_an_answer_is_written_without() -> None:
+    found = visit(None, {})
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        found._sock = ours
+        with found.reading():
+            assert ours.gettimeout() == READ_SECONDS
+        assert ours.gettimeout() is None
 
 
 def test_names_in_headers() -> None:

@@ -115,7 +115,12 @@ function row(record) {
   const status = cell("Status", record.resp_status_code);
   if (!ok) status.classList.add("bad");
   const open = () => details(record);
-  const element = h("tr.click", { tabIndex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
+  const key = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault(); // else the same key presses the dialog's Close
+    open();
+  };
+  return h("tr.click", { tabIndex: 0, onclick: open, onkeydown: key },
     cell("Time", time(record.timestamp)),
     cell("Model", h("span", h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", h("span.break", record.model))),
     cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break", record.error_msg.slice(0, 160)) : null)),
@@ -123,7 +128,6 @@ function row(record) {
     cell("Prompt", count(tokens.input_tokens)), cell("Generated", count(tokens.output_tokens)), cell("Cached", count(tokens.cache_tokens)),
     cell("Tokens/s", rate(tokens.tokens_per_second)), cell("First byte", ms(record.first_byte_ms)), cell("Waited", ms(record.wait_ms)),
     cell("Duration", ms(record.duration_ms)));
-  return element;
 }
 
 function drawTotals(element, sums) {

@@ -114,7 +114,7 @@ function paint(theme) {
   if (theme === "automatic") root.removeAttribute("data-theme");
   else root.dataset.theme = theme;
   root.toggleAttribute("data-dark", theme === "dark" || (theme === "automatic" && prefersDark.matches));
-  fill(button, GLYPHS[theme], h("span.vh", `Colours: ${theme}`));
+  fill(button, h("span", { "aria-hidden": "true" }, GLYPHS[theme]), h("span.vh", `Colours: ${theme}`));
 }
 
 button.addEventListener("click", () => {

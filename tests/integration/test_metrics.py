@@ -1,0 +1,77 @@
+"""`/metrics` through a real service: one truth from all workers, and none of it lost with a worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.conftest import StartService
+from tests.service import Service, eventually
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(service: Service) -> Samples:
+    """Every sample by name and labels; fails on what Prometheus would not read."""
+    reply = service.get("/metrics")
+    assert reply.status == 200
+    families = list(text_string_to_metric_families(reply.body.decode()))
+    assert len({f.name for f in families}) == len(families), "each family once"
+    assert all(f.documentation for f in families)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    """The sum of the samples with that name and at least these labels."""
+    return sum(v for (n, pairs), v in found.items() if n == name and labels.items() <= dict(pairs).items())
+
+
+def two(service: Service) -> dict[str, object]:
+    fakes = {name: {"cmd": service.fake(name, load_time=0.05), "estVramGB": 9} for name in ("alpha", "beta")}
+    odd = {'q"uo\\te\nline': {"cmd": service.fake("odd"), "estVramGB": 1}, "broken": {"cmd": "false ${PORT}", "estVramGB": 1}}
+    return {"vramBudgetGB": 16, "models": {**fakes, **odd}, "performance": {"every": "5s"}}
+
+
+def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service: StartService) -> None:
+    service = start_service(two, workers=2)
+    for name in ("alpha", "beta", "alpha", 'q"uo\\te\nline', "nope", "broken"):
+        service.chat(name)
+    label = {"route": "/v1/chat/completions"}
+
+    def all_counted() -> Samples | None:
+        found = scrape(service)
+        return found if value(found, "qmflask_requests_total") == 6 else None
+
+    found = eventually(all_counted, "six requests are counted")
+    assert value(found, "qmflask_requests_total", model="alpha", status="200", **label) == 2
+    assert value(found, "qmflask_requests_total", model='q"uo\\te\nline', status="200") == 1
+    assert value(found, "qmflask_requests_total", model="", status="404") == 1
+    assert value(found, "qmflask_tokens_total", model="alpha", direction="in") == 6
+    assert value(found, "qmflask_swaps_total", model="alpha") == 2
+    assert value(found, "qmflask_model_starts_total", model="beta") == 1
+    assert value(found, "qmflask_model_start_failures_total", model="broken", code="model_start_failed") == 1
+    assert value(found, "qmflask_model_stops_total", cause="evicted") == 2
+    assert value(found, "qmflask_model_load_seconds_count", model="alpha") == 2
+    assert value(found, "qmflask_wait_seconds_count", model="alpha") == 2
+    assert value(found, "qmflask_time_to_first_byte_seconds_bucket", model="alpha", le="+Inf") == 2
+    assert value(found, "qmflask_model_state", model="alpha", state="ready") == 1
+    assert value(found, "qmflask_model_state", model="beta") == 1, "exactly one state"
+    assert value(found, "qmflask_model_size_bytes", model="alpha", pool="vram", origin="configured") == 9 * 2**30
+    assert value(found, "qmflask_budget_bytes", pool="vram") == 16 * 2**30
+    assert (value(found, "qmflask_workers"), value(found, "qmflask_has_leader")) == (2, 1)
+    assert value(found, "qmflask_requests_in_flight") == 0
+    assert value(found, "llamaswap_memory_total_bytes") > 0
+    leaders = value(found, "qmflask_leader_changes_total")
+
+    os.kill(service.leader(), signal.SIGKILL)
+    assert service.chat("beta").status == 200
+    after = eventually(lambda: (f := scrape(service)) and value(f, "qmflask_requests_total") == 7 and f, "the seventh")
+    for (name, pairs), count in found.items():
+        if name.endswith(("_total", "_count", "_bucket", "_sum")) and name.startswith("qmflask"):
+            assert after.get((name, pairs), 0) >= count, f"{name}{pairs} went back"
+    assert value(after, "qmflask_leader_changes_total") > leaders
+    with service.stream("beta", headers={"X-Fake": "chunks=3, interval=0.5"}) as stream:
+        next(iter(stream))
+        assert value(scrape(service), "qmflask_requests_in_flight", model="beta") == 1
