@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from qmflask.config import Config
@@ -19,16 +19,17 @@ from qmflask.memory.ceiling import (
     holdings,
     news,
     ram_ceiling,
-    read_foreign,
     relearn,
     step,
+    unlisted,
 )
 from qmflask.memory.charges import charge
 from qmflask.memory.reclaim import Gate, Look, PoolState, look_all, open_gate
-from qmflask.memory.samples import GIB
+from qmflask.memory.samples import GIB, GpuSample
 from qmflask.memory.watchdog import ResidentView, Shed, Watch, watch
 from qmflask.meter import Measured, Meter
 from qmflask.policy.rules import Rules
+from qmflask.processes import Identity
 from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, SwapRow
@@ -42,6 +43,8 @@ STALE_INTERVALS = 4
 UNREADABLE = 3 * SECOND
 #: How long after a stop what the cards show may still be that model's.
 LATE_RELEASE = 2 * SECOND
+#: How long the pids of a tree that has ended are remembered.
+FORGET_PIDS = 120 * SECOND
 
 
 class Accounts:
@@ -55,8 +58,10 @@ class Accounts:
             self._ceiling = Ceiling(floors=scheduling.floors(tx, store.boot_id))
         self._watch = Watch()
         self._taken = 0
-        #: The least that was ever in use and not ours: as good as foreign use until a settled reading tells.
-        self._least_unexplained: int | None = None
+        #: Bytes on the cards that no process holds when nothing of ours moves; None before the first sample.
+        self._overhead: int | None = None
+        self._our_pids: dict[int, int] = {}  # pid -> when it was last seen in a tree of ours
+        self._listed = False  # the driver has listed a process of ours
         self._down: set[str] = set()
         self._settles_at = 0
         self._relearned = 0
@@ -82,14 +87,28 @@ class Accounts:
         self._ceiling = step(before, sample, views, budget, config.vram_reserve, unsettled)
         if sample is not None and sample.total and (line := news(before, self._ceiling)):
             log.info("%s", line)
-        unexplained = read_foreign(sample, views).total if sample is not None and sample.total else None
-        if unexplained is not None:
-            least = self._least_unexplained
-            self._least_unexplained = unexplained if least is None else min(least, unexplained)
+        self._note_overhead(measured, sample, views, settled=not unsettled and self._ceiling.trusted)
         held = holdings(sample, views)
         self._write(measured, config, rows, held)
         self._learn(config, rows, held, measured)
         return self._watchdog(config, rules, rows, now)
+
+    def _note_overhead(
+        self, measured: Measured, sample: GpuSample | None, views: Sequence[ModelView], settled: bool
+    ) -> None:
+        """What a driver holds for nobody is known for sure while nothing moves; until then the least seen is it."""
+        found = unlisted(sample, self._dead(measured)) if sample is not None else None
+        if sample is None or found is None:
+            return
+        self._overhead = found if settled or self._overhead is None else min(self._overhead, found)
+        self._listed = self._listed or bool(holdings(sample, views))
+
+    def _dead(self, measured: Measured) -> set[int]:
+        """Pids that were ours and have ended: a sample that began before their end still lists them."""
+        now = time.monotonic_ns()
+        self._our_pids.update({pid: now for view in measured.models for pid in view.pids})
+        self._our_pids = {pid: seen for pid, seen in self._our_pids.items() if now - seen < FORGET_PIDS}
+        return {pid for pid in self._our_pids if Identity.of(pid) is None}
 
     def _just_stopped(self, rows: Mapping[str, ProcessRow], now: int) -> bool:
         """Whether a model went down lately: a driver may free its memory a moment later."""
@@ -252,33 +271,11 @@ class Accounts:
             if state is None:
                 continue
             victims = {name: state.holds.get(name, 0) for name in swap.victims}
-            if pool == "vram":
-                state, victims = self._with_unsampled(state, victims, rules)
             charged = getattr(need, pool) if need is not None else 0
-            if charged or any(victims.values()):
+            if charged or victims:
                 others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
                 gates.append(open_gate(swap.id, pool, state, victims, charged, deadline, others))
         return json.dumps([gate.to_json() for gate in gates]) if gates else None
-
-    def _with_unsampled(
-        self, state: PoolState, victims: dict[str, int], rules: Rules
-    ) -> tuple[PoolState, dict[str, int]]:
-        """Victims too young to have been sampled hold what neither foreign use nor our others explain.
-
-        The state then says what would be in use if they held their charge, so that the gate passes when use has come
-        down to what is explained, whatever they really took.
-        """
-        unsampled = {
-            name: rules.charges[name].vram
-            for name in victims
-            if name not in state.holds and name in rules.charges and rules.charges[name].vram
-        }
-        foreign = self._ceiling.foreign if self._ceiling.foreign is not None else self._least_unexplained
-        if not unsampled or foreign is None:
-            return state, victims
-        explained = foreign + sum(state.holds.values())
-        explained += sum(charge for model, charge in state.starting.items() if model not in state.holds)
-        return replace(state, used=explained + sum(unsampled.values())), {**victims, **unsampled}
 
     def _pools(self, config: Config) -> list[str]:
         pools = ["vram"] if self.meter.has_cards() else []
@@ -314,7 +311,10 @@ class Accounts:
         sample = fresh(self.meter.gpu.latest(), time.monotonic_ns(), limit)
         if sample is None:
             return None
-        return PoolState(sample.used, sample.total - sample.used, holdings(sample, measured.models), starting)
+        beyond = unlisted(sample, self._dead(measured)) if self._listed else None
+        unexplained = None if beyond is None or self._overhead is None else max(0, beyond - self._overhead)
+        holds = holdings(sample, measured.models)
+        return PoolState(sample.used, sample.total - sample.used, holds, starting, unexplained)
 
 
 def gates_of(swap: SwapRow) -> list[Gate]:

@@ -75,7 +75,8 @@ class Swaps:
         """draining -> stopping; what the victims hold now is what must be seen free later."""
         rows = reading.swaps(tx)
         swap = next(row for row in rows if row.id == swap_id)
-        earlier = [row for row in rows if row.id < swap_id and row.reclaim]
+        waiting = (Phase.STOPPING, Phase.RECLAIM)  # a swap past its gate has nothing outstanding
+        earlier = [row for row in rows if row.id != swap_id and row.reclaim and row.phase in waiting]
         gates = self._accounts.open_gates(swap, reading.processes(tx), config, rules, now, earlier)
         scheduling.set_phase(tx, swap_id, Phase.STOPPING, signalled=1, reclaim=gates)
 
