@@ -7,6 +7,7 @@ by the thread that writes.
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 import zlib
@@ -33,6 +34,9 @@ REDACTED = "[REDACTED]"
 SENSITIVE = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key"})
 #: Captures above this size are worth packing.
 _PACK_ABOVE = 4096
+
+#: One word that needs no quotes in a text line.
+_PLAIN = re.compile(r"[\w.:/@+-]+")
 
 #: path -> (keep the request's body, keep the answer's body); everything else keeps both (compatibility 6.3).
 _KEEPS = {
@@ -194,7 +198,7 @@ class Recording:
             return usage.NOTHING, error.message, True
         status, reader = self._status(), self._reader
         if status == CLIENT_GONE:
-            reason = self._outcome.gone if self._outcome is not None else None
+            reason = self._outcome.gone if self._outcome is not None else str(self._error)
             tokens = reader.tokens() if reader is not None else usage.NOTHING
             return tokens, "cancelled" if reason == "cancelled" else f"the client is {reason or 'gone'}", True
         if error is not None or reader is None:
@@ -296,7 +300,7 @@ class Recording:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Access:
     """One line of the access log."""
 
@@ -391,7 +395,7 @@ def _decoded(body: bytes, coding: str) -> bytes:
 
 
 def _with_capture(record: Record) -> Record:
-    object.__setattr__(record, "has_capture", 1)
+    record.has_capture = 1
     return record
 
 
@@ -402,9 +406,10 @@ def _short(value: Any) -> Any:
 def _word(value: Any) -> str:
     """A value in a text line: bare where it is one plain word, else quoted."""
     text = str(value)
-    plain = text.isprintable() and text and not any(c in text for c in ' "=\\')
-    return text if plain else _quoted(text)
+    return text if _PLAIN.fullmatch(text) else _quoted(text)
 
 
 def _quoted(text: str) -> str:
+    if text.isascii() and text.isprintable() and '"' not in text and "\\" not in text:
+        return f'"{text}"'
     return json.dumps(one_line(text), ensure_ascii=False)

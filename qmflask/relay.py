@@ -185,12 +185,16 @@ class _ShortBody(_Body):
     ) -> None:
         super().__init__(response, client, outcome, on_end, observer, scan)
         self._data: bytes | None = data
+        #: Whether the client was gone when the body was handed over.
+        self._left: bool | None = None
 
     def __next__(self) -> bytes:
         data, self._data = self._data, None
         if not data:
-            self._outcome.complete = not self._client.gone
+            # A client that left after all of it was written has it all: many close as soon as they have read it.
+            self._outcome.complete = not (self._client.gone if self._left is None else self._left)
             raise StopIteration
+        self._left = self._client.gone
         self._passing(data)
         return data
 

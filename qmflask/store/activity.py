@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class ActivityError(Exception):
     """Raised when the activity store cannot be read or written; nothing else is hurt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would cost more than all else that is done to make one
 class Record:
     """One served request, as its row. Times in ms; token counts and speeds are -1 where the answer did not say."""
 
@@ -83,6 +84,7 @@ class Record:
 
 _COLUMNS = tuple(field.name for field in fields(Record) if field.name != "id")
 _INSERT = f"INSERT INTO records ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_values = attrgetter(*_COLUMNS)
 _SELECT = f"SELECT {', '.join(_COLUMNS)}, id FROM records"
 
 
@@ -203,7 +205,7 @@ class ActivityStore:
         """Write records, each with its packed capture if it has one, and their counters, in one transaction."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
             for record, capture in rows:
-                cursor = tx.execute(_INSERT, [getattr(record, name) for name in _COLUMNS])
+                cursor = tx.execute(_INSERT, _values(record))
                 if capture is not None:
                     tx.execute(
                         "INSERT INTO captures (record, size, body) VALUES (?, ?, ?)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ CREATE TABLE IF NOT EXISTS counters (
 
 #: Upper bounds in seconds, from a warm first byte to a load of ten minutes.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+#: The same as labels, with the last one.
+BOUNDS = (*map(str, BUCKETS), "+Inf")
 
 
 class Sum(NamedTuple):
@@ -42,8 +46,7 @@ class Tally:
 
     def observe(self, name: str, labels: Sequence[str], seconds: float) -> None:
         """Add one observation to a histogram."""
-        bound = next((str(limit) for limit in BUCKETS if seconds <= limit), "+Inf")
-        self.add(f"{name}_bucket", (*labels, bound))
+        self.add(f"{name}_bucket", (*labels, BOUNDS[bisect_left(BUCKETS, seconds)]))
         self.add(f"{name}_sum", labels, seconds)
 
     def rows(self) -> list[Sum]:

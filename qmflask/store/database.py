@@ -166,9 +166,15 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A read transaction: all its statements see one state of the database."""
+        """A read transaction: all its statements see one state of the database.
+
+        Inside this thread's own write it is that transaction, and sees what has been written.
+        """
         with self._lock:
             connection = self._connection
+            if connection.in_transaction:
+                yield connection
+                return
             with _translated(self.path):
                 connection.execute("BEGIN")
                 try:

@@ -24,7 +24,7 @@ from qmflask.config import Config
 from qmflask.router import Router
 from qmflask.states import DOWN, State
 from qmflask.store.activity import ActivityError
-from qmflask.store.counters import BUCKETS, Sum
+from qmflask.store.counters import BOUNDS, Sum
 from qmflask.store.reading import Status
 from qmflask.web import auth
 
@@ -140,7 +140,7 @@ def _histogram(
     family = HistogramMetricFamily(metric, text, labels=labels)
     for key, total in totals.items():
         running, found = 0.0, []
-        for bound in (*map(str, BUCKETS), "+Inf"):
+        for bound in BOUNDS:
             running += buckets.get((*key, bound), 0)
             found.append((bound, running))
         family.add_metric(key, found, total)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import StartService
-from tests.service import Service, eventually
+from tests.service import REPO, Service, eventually
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -30,7 +32,10 @@ def value(found: Samples, name: str, **labels: str) -> float:
 
 def two(service: Service) -> dict[str, object]:
     fakes = {name: {"cmd": service.fake(name, load_time=0.05), "estVramGB": 9} for name in ("alpha", "beta")}
-    odd = {'q"uo\\te\nline': {"cmd": service.fake("odd"), "estVramGB": 1}, "broken": {"cmd": "false ${PORT}", "estVramGB": 1}}
+    odd = {
+        'q"uo\\te\nline': {"cmd": service.fake("odd"), "estVramGB": 1},
+        "broken": {"cmd": "false ${PORT}", "estVramGB": 1},
+    }
     return {"vramBudgetGB": 16, "models": {**fakes, **odd}, "performance": {"every": "5s"}}
 
 
@@ -75,3 +80,20 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
     with service.stream("beta", headers={"X-Fake": "chunks=3, interval=0.5"}) as stream:
         next(iter(stream))
         assert value(scrape(service), "qmflask_requests_in_flight", model="beta") == 1
+
+
+def test_the_dashboard_asks_only_for_metrics_that_are_there(start_service: StartService) -> None:
+    service = start_service({"models": {}}, workers=1)
+    eventually(lambda: "llamaswap_gpu_util_percent" in service.get("/metrics").body.decode(), "the first sample")
+    families = text_string_to_metric_families(service.get("/metrics").body.decode())
+    # A counter's family goes without its `_total`, a histogram's without `_bucket`.
+    known = {name for f in families for name in (f.name, f"{f.name}_total", f"{f.name}_bucket")}
+    dashboard = json.loads((REPO / "conf" / "grafana.json").read_text())
+    asked = set(re.findall(r"\b(?:qmflask|llamaswap)_\w+", json.dumps(dashboard["panels"])))
+    assert len(asked) > 20
+    assert asked <= known
+    table = (REPO / "docs" / "metrics.md").read_text()
+    shown = set(re.findall(r"`(qmflask_\w+)`", table))
+    assert shown <= known
+    missing = {f for f in known if f.startswith("qmflask") and not f.endswith(("_bucket", "_total"))} - shown
+    assert {m for m in missing if f"{m}_total" not in shown} <= {"qmflask_up", "qmflask_build_info"}

@@ -331,3 +331,15 @@ def test_learned_peaks_only_rise(store: Store) -> None:
         assert not scheduling.learn_size(tx, "h", "ant", 9, 1)
         assert scheduling.learn_size(tx, "h", "ant", 9, 2)
         assert reading.learned_sizes(tx) == {"h": (10, 2)}
+
+
+def test_a_read_inside_a_write_sees_the_write(tmp_path: Path) -> None:
+    store = Store(tmp_path, "boot")
+    with store.write() as tx:
+        scheduling.bump(tx)
+        with store.read() as inner:
+            assert reading.scheduler(inner).schedule_version == 2
+        assert tx.in_transaction, "the read must not end the write"
+    with store.read() as tx:
+        assert reading.scheduler(tx).schedule_version == 2
+    store.close()

@@ -122,7 +122,7 @@ function row(record) {
   };
   return h("tr.click", { tabIndex: 0, onclick: open, onkeydown: key },
     cell("Time", time(record.timestamp)),
-    cell("Model", h("span", h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", h("span.break", record.model))),
+    cell("Model", h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model)),
     cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break", record.error_msg.slice(0, 160)) : null)),
     status,
     cell("Prompt", count(tokens.input_tokens)), cell("Generated", count(tokens.output_tokens)), cell("Cached", count(tokens.cache_tokens)),

@@ -13,6 +13,7 @@ export function size(bytes) {
 export function span(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 0) return "0 s";
+  if (seconds < 0.1) return `${Math.round(seconds * 1000)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
   if (seconds < 7200) return `${Math.round(seconds / 60)} min`;

@@ -167,10 +167,8 @@ function whyOf(model, gone) {
 
 function failureBox(failure) {
   const [head, ...lines] = failure.message.split(/; last log lines: | \| /);
-  const box = h("details.failure", h("summary", head));
-  if (lines.length) box.append(h("pre", lines.join("\n")));
-  box.open = true;
-  return box;
+  if (!lines.length) return h("div.failure", head);
+  return h("details.failure", { open: true }, h("summary", head), h("pre", lines.join("\n")));
 }
 
 function drawProgress(bar, model, gone) {

@@ -89,7 +89,7 @@ function pair(label, value) {
 
 /** A pool of which the model takes nothing and in which nothing stops would only distract. */
 function matters(pool, index, pools) {
-  return pool.charge > 0 || (pool.residents ?? []).some((line) => line.stops) || pools.every((each) => !each.charge);
+  return pool.charge > (pool.cap ?? pool.budget ?? 0) / 100 || (pool.residents ?? []).some((line) => line.stops) || pools.every((each) => !each.charge);
 }
 
 function poolTable(pool, plan) {
