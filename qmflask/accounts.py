@@ -21,14 +21,16 @@ from qmflask.memory.ceiling import (
     ram_ceiling,
     relearn,
     step,
+    unlisted,
 )
 from qmflask.memory.charges import charge
 from qmflask.memory.reclaim import Gate, Look, PoolState, look_all, open_gate
-from qmflask.memory.samples import GIB
+from qmflask.memory.samples import GIB, GpuSample
 from qmflask.memory.watchdog import ResidentView, Shed, Watch, watch
 from qmflask.meter import Measured, Meter
 from qmflask.policy.rules import Rules
-from qmflask.states import Phase, State
+from qmflask.processes import Identity
+from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, SwapRow
 
@@ -39,6 +41,10 @@ SECOND = 1_000_000_000
 STALE_INTERVALS = 4
 #: Cards that have not answered for this long tell a swap in reclaim nothing any more.
 UNREADABLE = 3 * SECOND
+#: How long after a stop what the cards show may still be that model's.
+LATE_RELEASE = 2 * SECOND
+#: How long the pids of a tree that has ended are remembered.
+FORGET_PIDS = 120 * SECOND
 
 
 class Accounts:
@@ -52,6 +58,12 @@ class Accounts:
             self._ceiling = Ceiling(floors=scheduling.floors(tx, store.boot_id))
         self._watch = Watch()
         self._taken = 0
+        #: Bytes on the cards that no process holds when nothing of ours moves; None before the first sample.
+        self._overhead: int | None = None
+        self._our_pids: dict[int, int] = {}  # pid -> when it was last seen in a tree of ours
+        self._listed = False  # the driver has listed a process of ours
+        self._down: set[str] = set()
+        self._settles_at = 0
         self._relearned = 0
         self._warned: set[tuple[str, str, int]] = set()
 
@@ -65,17 +77,46 @@ class Accounts:
         self._taken = measured.at
         with self._store.read() as tx:
             rows = reading.processes(tx)
+            moved = reading.scheduler(tx).schedule_version != measured.version
             reclaiming = any(swap.phase is Phase.RECLAIM for swap in reading.swaps(tx))
+        # A sample that began before something of ours moved shows memory that no row explains any more.
+        unsettled = moved or reclaiming or self._just_stopped(rows, now)
         sample = fresh(measured.gpu, now, self._limit(config))
         views = _current(measured.models, rows)
         before, budget = self._ceiling, config.vram_budget
-        self._ceiling = step(before, sample, views, budget, config.vram_reserve, reclaiming)
+        self._ceiling = step(before, sample, views, budget, config.vram_reserve, unsettled)
         if sample is not None and sample.total and (line := news(before, self._ceiling)):
             log.info("%s", line)
+        self._note_overhead(measured, sample, views, settled=not unsettled and self._ceiling.trusted)
         held = holdings(sample, views)
         self._write(measured, config, rows, held)
         self._learn(config, rows, held, measured)
         return self._watchdog(config, rules, rows, now)
+
+    def _note_overhead(
+        self, measured: Measured, sample: GpuSample | None, views: Sequence[ModelView], settled: bool
+    ) -> None:
+        """What a driver holds for nobody is known for sure while nothing moves; until then the least seen is it."""
+        found = unlisted(sample, self._dead(measured)) if sample is not None else None
+        if sample is None or found is None:
+            return
+        self._overhead = found if settled or self._overhead is None else min(self._overhead, found)
+        self._listed = self._listed or bool(holdings(sample, views))
+
+    def _dead(self, measured: Measured) -> set[int]:
+        """Pids that were ours and have ended: a sample that began before their end still lists them."""
+        now = time.monotonic_ns()
+        self._our_pids.update({pid: now for view in measured.models for pid in view.pids})
+        self._our_pids = {pid: seen for pid, seen in self._our_pids.items() if now - seen < FORGET_PIDS}
+        return {pid for pid in self._our_pids if Identity.of(pid) is None}
+
+    def _just_stopped(self, rows: Mapping[str, ProcessRow], now: int) -> bool:
+        """Whether a model went down lately: a driver may free its memory a moment later."""
+        down = {row.model for row in rows.values() if row.state in DOWN}
+        if not down <= self._down:
+            self._settles_at = now + LATE_RELEASE
+        self._down = down
+        return now < self._settles_at
 
     def _limit(self, config: Config) -> int:
         return int(STALE_INTERVALS * config.performance.every * SECOND)
@@ -210,7 +251,13 @@ class Accounts:
     # -- reclaim gates ----------------------------------------------------------------------------------------
 
     def open_gates(
-        self, swap: SwapRow, config: Config, rules: Rules, now: int, earlier: Sequence[SwapRow]
+        self,
+        swap: SwapRow,
+        rows: Mapping[str, ProcessRow],
+        config: Config,
+        rules: Rules,
+        now: int,
+        earlier: Sequence[SwapRow],
     ) -> str | None:
         """The gates of a swap whose victims are about to be signalled, as JSON for its row; None if it needs none."""
         measured = self.meter.latest()
@@ -220,12 +267,12 @@ class Accounts:
         deadline = now + int(config.reclaim_timeout * SECOND)
         gates = []
         for pool in self._pools(config):
-            state = self._state(pool, rules, self._limit(config))
+            state = self._state(pool, rules, rows, self._limit(config))
             if state is None:
                 continue
             victims = {name: state.holds.get(name, 0) for name in swap.victims}
             charged = getattr(need, pool) if need is not None else 0
-            if charged or any(victims.values()):
+            if charged or victims:
                 others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
                 gates.append(open_gate(swap.id, pool, state, victims, charged, deadline, others))
         return json.dumps([gate.to_json() for gate in gates]) if gates else None
@@ -234,24 +281,24 @@ class Accounts:
         pools = ["vram"] if self.meter.has_cards() else []
         return [*pools, "ram"] if config.ram_budget else pools
 
-    def look(self, waiting: Sequence[SwapRow], config: Config, rules: Rules, now: int) -> dict[int, list[Look]]:
+    def look(
+        self, waiting: Sequence[SwapRow], rows: Mapping[str, ProcessRow], config: Config, rules: Rules, now: int
+    ) -> dict[int, list[Look]]:
         """One look at all gates that wait, pool by pool in the order of swaps."""
         found: dict[int, list[Look]] = {row.id: [] for row in waiting}
         for pool in ("vram", "ram"):
             gates = [gate for row in waiting for gate in gates_of(row) if gate.pool == pool]
             if gates:
-                state = self._state(pool, rules, UNREADABLE) if pool in self._pools(config) else None
+                state = self._state(pool, rules, rows, UNREADABLE) if pool in self._pools(config) else None
                 for result in look_all(gates, state, now):
                     found[result.gate.swap].append(result)
         return found
 
-    def _state(self, pool: str, rules: Rules, limit: int) -> PoolState | None:
+    def _state(self, pool: str, rules: Rules, rows: Mapping[str, ProcessRow], limit: int) -> PoolState | None:
         """One pool now: from the cards' own thread, or from the kernel; sizes of our trees as last measured."""
         measured = self.meter.latest()
         if measured is None:
             return None
-        with self._store.read() as tx:
-            rows = reading.processes(tx)
         starting = {
             row.model: getattr(rules.charges[row.model], pool)
             for row in rows.values()
@@ -264,7 +311,10 @@ class Accounts:
         sample = fresh(self.meter.gpu.latest(), time.monotonic_ns(), limit)
         if sample is None:
             return None
-        return PoolState(sample.used, sample.total - sample.used, holdings(sample, measured.models), starting)
+        beyond = unlisted(sample, self._dead(measured)) if self._listed else None
+        unexplained = None if beyond is None or self._overhead is None else max(0, beyond - self._overhead)
+        holds = holdings(sample, measured.models)
+        return PoolState(sample.used, sample.total - sample.used, holds, starting, unexplained)
 
 
 def gates_of(swap: SwapRow) -> list[Gate]:

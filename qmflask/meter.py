@@ -32,9 +32,10 @@ class TreeRef:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round: `at` is when it began (monotonic ns)."""
+    """One round: `at` is when it began (monotonic ns), `version` the schedule's then."""
 
     at: int
+    version: int
     gpu: GpuSample | None
     host: HostMemory
     models: Sequence[ModelView]
@@ -44,7 +45,9 @@ class Measured:
 class Meter:
     """Measures every `every` seconds and when asked; `notify` is called after each round and each card sample."""
 
-    def __init__(self, every: float, trees: Callable[[], list[TreeRef]], notify: Callable[[], None]) -> None:
+    def __init__(
+        self, every: float, trees: Callable[[], tuple[int, list[TreeRef]]], notify: Callable[[], None]
+    ) -> None:
         self._trees = trees
         self.host = Host()
         self.gpu = Gpu(every, notify=notify)
@@ -79,12 +82,12 @@ class Meter:
 
     def _measure(self) -> Measured:
         at = time.monotonic_ns()
-        refs = self._trees()
+        version, refs = self._trees()
         members = {ref.model: _members(ref) for ref in refs}
         sample = self.gpu.fresh(GPU_WAIT)
         views = [ModelView(ref.model, ref.state, ref.pool, frozenset(members[ref.model])) for ref in refs]
         ram = {model: memory for model, pids in members.items() if (memory := self.host.tree(pids)) is not None}
-        return Measured(at, sample, self.host.memory(), views, ram)
+        return Measured(at, version, sample, self.host.memory(), views, ram)
 
 
 def _members(ref: TreeRef) -> list[int]:

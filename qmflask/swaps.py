@@ -75,8 +75,9 @@ class Swaps:
         """draining -> stopping; what the victims hold now is what must be seen free later."""
         rows = reading.swaps(tx)
         swap = next(row for row in rows if row.id == swap_id)
-        earlier = [row for row in rows if row.id < swap_id and row.reclaim]
-        gates = self._accounts.open_gates(swap, config, rules, now, earlier)
+        waiting = (Phase.STOPPING, Phase.RECLAIM)  # a swap past its gate has nothing outstanding
+        earlier = [row for row in rows if row.id != swap_id and row.reclaim and row.phase in waiting]
+        gates = self._accounts.open_gates(swap, reading.processes(tx), config, rules, now, earlier)
         scheduling.set_phase(tx, swap_id, Phase.STOPPING, signalled=1, reclaim=gates)
 
     def stop_idle(self, tx: Transaction, models: Iterable[str], reason: str, now: int) -> list[str]:
@@ -167,6 +168,8 @@ class Swaps:
         with self._store.read() as tx:
             if not all(scheduling.idle(tx, name) for name in (*swap.victims, *swap.blockers)):
                 return False
+        if self._meter.has_cards():
+            self._meter.measure_now()
         try:
             with self._store.write(self._generation) as tx:
                 self._enter_stopping(tx, swap.id, config, rules, now)
@@ -220,7 +223,7 @@ class Swaps:
         self._reclaim_due = 0
         moved = False
         for swap in waiting:
-            looks = self._accounts.look(waiting, config, rules, now)[swap.id]
+            looks = self._accounts.look(waiting, rows, config, rules, now)[swap.id]
             failed = next((look for look in looks if look.failed), None)
             if failed is not None:
                 self._drop_swap(swap, self._not_given_back(swap, failed))
@@ -240,7 +243,7 @@ class Swaps:
             self._looked_at = sample.at
             return True
         if now >= self._reclaim_due:  # the pause is over: have the cards read again, and come back when they answer
-            self._meter.gpu.ask()
+            self._meter.ask()  # trees too: a model that started meanwhile must be told from memory not given back
             self._reclaim_due = now + LOOK_AGAIN
         return now - sample.at > UNREADABLE
 

@@ -68,6 +68,7 @@ class Term:
         self._commands = Commands(store, generation, self._trees, self._accounts.relearn)
         self._trees.on_out_of_memory = self._swaps.retry_with_more_room
         self._trees.free_now = self._accounts.free_now
+        self._trees.on_down = self._meter.ask
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -186,6 +187,7 @@ class Term:
 
     def _decide(self, config: Config, rules: Rules, now: int) -> bool:
         """Decide and apply; True when something changed. The last try decides inside the transaction."""
+        measured = False
         for _ in range(OPTIMISTIC_TRIES):
             with self._store.read() as tx:
                 version = reading.scheduler(tx).schedule_version
@@ -196,8 +198,10 @@ class Term:
             self._next_deadline = schedule.next_deadline(snapshot, now)
             if not any(_changes(action) for action in actions):
                 return False
-            if self._look_at_cards_first(config, rules, actions, now):
-                continue
+            if not measured and _evicts(actions) and self._meter.has_cards():
+                measured = True
+                if self._look_at_cards_first(config, rules, now):
+                    continue
             self._explain(rules, snapshot, actions, now)
             try:
                 with self._store.write(self._generation) as tx:
@@ -248,12 +252,13 @@ class Term:
 
     # -- memory -----------------------------------------------------------------------------------------------
 
-    def _tree_refs(self) -> list[TreeRef]:
-        """The trees to measure; called on the meter's thread."""
+    def _tree_refs(self) -> tuple[int, list[TreeRef]]:
+        """The schedule's version and the trees to measure; called on the meter's thread."""
         models = self._configuration()[1].models
         with self._store.read() as tx:
+            version = reading.scheduler(tx).schedule_version
             rows = reading.processes(tx).values()
-        return [
+        return version, [
             TreeRef(
                 row.model,
                 row.state,
@@ -265,11 +270,8 @@ class Term:
             if row.state not in DOWN
         ]
 
-    def _look_at_cards_first(self, config: Config, rules: Rules, actions: list[Action], now: int) -> bool:
-        """Before an eviction by a budget: one fresh look at the cards; True if it moved the ceiling."""
-        evicting = any(isinstance(action, StartSwap) and action.victims for action in actions)
-        if not evicting or not config.vram_budget or not self._meter.has_cards():
-            return False
+    def _look_at_cards_first(self, config: Config, rules: Rules, now: int) -> bool:
+        """Before an eviction: one fresh look at the cards; True if it moved the ceiling: decide anew."""
         before = self._accounts.ceiling
         self._meter.measure_now()
         self._shed(self._accounts.update(config, rules, now), now)
@@ -309,6 +311,10 @@ class Term:
         self._workers.clear()
         self._selector.close()
         self._bell.close()
+
+
+def _evicts(actions: Iterable[Action]) -> bool:
+    return any(isinstance(action, StartSwap) and action.victims for action in actions)
 
 
 def _changes(action: Action) -> bool:

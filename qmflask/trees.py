@@ -96,6 +96,8 @@ class Trees:
         #: Asked when a start ran out of memory; True: it is tried again with more room. The term sets both.
         self.on_out_of_memory: Callable[[str, OutOfMemory, int], bool] = lambda model, found, now: False
         self.free_now: Callable[[str], int | None] = lambda pool: None
+        #: Called when a tree is gone: its memory is worth a look.
+        self.on_down: Callable[[], None] = lambda: None
         self._models: Mapping[str, Model] = {}
         self._owner = name_hash(str(store.directory.resolve()))
 
@@ -507,6 +509,7 @@ class Trees:
                 hold_until=0,
             )
         del self._trees[row.model]
+        self.on_down()
 
     def _forget_pidfd(self, tree: Tree) -> None:
         if tree.pidfd is not None:

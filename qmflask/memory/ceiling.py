@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from qmflask.memory.samples import GIB, GpuSample
@@ -151,6 +151,18 @@ def holdings(sample: GpuSample | None, models: Sequence[ModelView]) -> dict[str,
         return {}
     held = ((view.model, sample.held_by(view.pids)) for view in models)
     return {model: size for model, size in held if size is not None}
+
+
+def unlisted(sample: GpuSample, dead: Set[int] = frozenset()) -> int | None:
+    """Bytes in use that no living process holds: the driver's own, and what it has not given back of the dead.
+
+    `dead` are pids that the sample may still list. None when no card lists processes.
+    """
+    cards = [card for card in sample.cards if card.processes is not None]
+    if not cards:
+        return None
+    listed = [sum(size or 0 for pid, size in (card.processes or {}).items() if pid not in dead) for card in cards]
+    return sum(max(0, card.used - size) for card, size in zip(cards, listed, strict=True))
 
 
 def foreign_processes(sample: GpuSample | None, models: Sequence[ModelView]) -> dict[int, int]:

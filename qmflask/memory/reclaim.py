@@ -12,6 +12,8 @@ from qmflask.memory.samples import GIB, MIB
 SHARE = 95
 #: Other programs move that much system memory about all the time; cards are steady.
 RAM_SLACK = 64 * MIB
+#: Memory of the dead up to this much is a driver's rounding.
+SLACK = 64 * MIB
 MILLISECOND = 1_000_000
 #: The longest pause between two looks, in milliseconds; the first look is at once, then after 1, 2, 4 ...
 LONGEST_PAUSE = 50
@@ -19,12 +21,17 @@ LONGEST_PAUSE = 50
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """One pool now. `holds` is bytes by model of ours; `starting` maps models that are starting to their charge."""
+    """One pool now. `holds` is bytes by model of ours; `starting` maps models that are starting to their charge.
+
+    `unexplained` is what is in use beyond what living processes and the usual overhead explain: memory of the dead
+    that the driver has not given back. None where the source does not tell whose memory it is.
+    """
 
     used: int
     free: int
     holds: Mapping[str, int] = field(default_factory=dict)
     starting: Mapping[str, int] = field(default_factory=dict)
+    unexplained: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +110,29 @@ def look_all(gates: Sequence[Gate], state: PoolState | None, now: int) -> list[L
     looks: list[Look] = []
     failed: set[int] = set()
     promised = 0
+    waiting = 0
     for gate in gates:
         if state is None:
             looks.append(Look(gate, True, False, now, 0, "nothing measures this memory"))
             continue
         ahead = tuple(pair for pair in gate.ahead if pair[0] not in failed)
-        found = _look(replace(gate, ahead=ahead), state, now, promised)
+        found = _look(replace(gate, ahead=ahead), state, now, promised, waiting)
         looks.append(found)
         if found.failed:
             failed.add(gate.swap)
         elif found.passed:
             promised += gate.need
+        else:
+            # What an earlier swap waits for may stay unexplained: its target, which is not there yet, has the room.
+            waiting += min(gate.held, gate.need)
     return looks
 
 
-def _look(gate: Gate, state: PoolState, now: int, promised: int) -> Look:
-    returned = _wanted(gate) - _fallen(gate, state)
+def _look(gate: Gate, state: PoolState, now: int, promised: int, waiting: int) -> Look:
+    if state.unexplained is None:
+        returned = _wanted(gate) - _fallen(gate, state)
+    else:
+        returned = state.unexplained - waiting - max(SLACK, gate.held * (100 - SHARE) // 100)
     short = gate.need + promised + _pending(gate, state) - state.free if gate.need else 0
     missing = max(0, returned, short)
     if not missing:
@@ -144,17 +158,15 @@ def _wanted(gate: Gate) -> int:
 
 
 def _fallen(gate: Gate, state: PoolState) -> int:
-    """Bytes by which use has fallen, apart from what our other models took meanwhile."""
+    """Bytes by which use has fallen, apart from what our other models took meanwhile.
+
+    A starting model counts with what it is seen holding, never with its charge: it may not have taken it yet, and the
+    victims' memory would then pass for its own.
+    """
     if not gate.held:
         return 0
     taken = sum(
         max(0, size - gate.others.get(model, 0)) for model, size in state.holds.items() if model not in gate.victims
-    )
-    # A starting model that no source lists may have taken all it is charged.
-    taken += sum(
-        charge
-        for model, charge in state.starting.items()
-        if model not in state.holds and model not in gate.others and model not in gate.victims
     )
     return gate.used_before - state.used + taken
 

@@ -26,7 +26,7 @@ class Rules:
 
 
 def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
-    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash (`learnSizes: false`: none)."""
+    """Rules of a configuration; `learned` has peaks (vram, ram) in bytes by launch hash, unless learning is off."""
     learned = learned if config.learn_sizes else {}
     charges = {model.id: _charge(model, learned) for model in config.models.values()}
     return Rules(
@@ -44,7 +44,7 @@ def _rule(config: Config, model: Model) -> ModelRule:
         priority=config.priority.get(model.id, 0),
         renders=bool({"image", "video"} & set(model.capabilities.out)),
         ttl=model.ttl * SECOND,
-        displace=model.displace,  # its group's included
+        displace=model.displace and config.groups[model.group].displace,
         patience=model.patience_ms * MILLISECOND,
     )
 

@@ -93,8 +93,9 @@ def test_what_starting_models_will_still_take_is_set_aside() -> None:
 
 def test_a_starting_model_that_no_source_lists() -> None:
     gate = gate_for(state(10, {"owl": 8}), need=8)
-    assert look(gate, state(5, {}, {"fox": 4})).passed, "it may have taken all of its charge"
-    assert not look(gate, state(14, {}, {"fox": 4})).passed
+    assert not look(gate, state(5, {}, {"fox": 4})).passed, "it may not have taken anything yet"
+    assert look(gate, state(5, {"fox": 3}, {"fox": 4})).passed, "what it took is seen"
+    assert look(gate, state(2, {}, {"fox": 4})).passed
 
 
 def test_a_model_that_was_there_before_is_not_taken_from_it() -> None:

@@ -1,0 +1,245 @@
+"""Memory decides, end to end: ledgers, a stand-in driver, late releases, games, learned sizes, out of memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StartService
+from tests.nvml import FakeCard, build
+from tests.service import Service, eventually
+
+GIB = 1024  # MiB
+Serve = Callable[..., Service]
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def card(tmp_path: Path, nvml_library: Path) -> Iterator[FakeCard]:
+    made = FakeCard(tmp_path, nvml_library, 24 * GIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def serve(start_service: StartService, card: FakeCard) -> Serve:
+    """Start a service on the fake card: `serve({"alpha": 6, ...}, budget=16, estimates=False, ...)`, sizes in GiB."""
+
+    def start(sizes: dict[str, float], *, budget: float = 16, estimates: bool = True, **more: Any) -> Service:
+        flags = more.pop("flags", {})
+        top = more.pop("top", {})
+
+        def config(service: Service) -> dict[str, Any]:
+            models = {}
+            for name, size in sizes.items():
+                cmd = service.fake(
+                    name, ledger=card.ledger, memory_mb=int(size * GIB), load_time=0.02, **flags.get(name, flags)
+                )
+                models[name] = {"cmd": cmd, **({"estVramGB": size} if estimates else {})}
+            return {"vramBudgetGB": budget, "models": models, **top}
+
+        return start_service(config, env=card.environment(), **more)
+
+    return start
+
+
+def stopped_for_nothing(service: Service, name: str) -> bool:
+    return bool(service.events("term", name))
+
+
+def highest_booking(service: Service) -> int:
+    """The largest sum ever booked, late releases included, by the servers' own account."""
+    booked: dict[int, int] = {}
+    highest = 0
+    for event in service.events():
+        if event["event"] == "booked" and not event["over"]:
+            booked[event["pid"]] = event["mb"]
+        elif event["event"] == "released":
+            booked.pop(event["of"], None)
+        highest = max(highest, sum(booked.values()))
+    return highest
+
+
+def test_booked_memory_never_exceeds_the_budget(serve: Serve) -> None:
+    sizes = dict(zip("abcdefgh", (2, 3, 4, 5, 6, 7, 3, 2.5), strict=True))
+    service = serve(sizes, budget=12, workers=4, flags={"release_delay": 0.06})
+    rounds = int(os.environ.get("QM_TEST_ROUNDS", "250"))
+    chance = random.Random(3)
+    names = [chance.choice(list(sizes)) for _ in range(rounds)]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda name: (name, service.chat(name, timeout=60)), names))
+    assert [reply.body for _, reply in replies if reply.status != 200] == []
+    assert all(name in reply.text for name, reply in replies)
+    assert highest_booking(service) <= 12 * GIB
+    assert len(service.events("start")) > 8, "nothing was ever swapped: this proves nothing"
+
+
+def test_the_target_waits_for_memory_that_is_released_late(serve: Serve) -> None:
+    service = serve({"alpha": 9, "beta": 9}, flags={"release_delay": 0.5})
+    assert service.chat("alpha").status == 200
+    assert service.chat("beta").status == 200
+    released = service.wait_event("released", "alpha")
+    assert service.events("start", "beta")[0]["t"] > released["t"]
+
+
+def test_memory_that_never_comes_back_is_an_error_with_the_shortfall(serve: Serve) -> None:
+    service = serve({"alpha": 9, "beta": 9}, flags={"release_delay": 3600}, top={"reclaimTimeout": 1})
+    assert service.chat("alpha").status == 200
+    reply = service.chat("beta")
+    assert (reply.status, reply.code) == (503, "insufficient_memory")
+    assert "GiB of VRAM" in reply.body.decode()
+    assert reply.header("Retry-After")
+    assert service.events("start", "beta") == []
+    for event in service.events("start"):
+        _end_releasers(event["pid"])
+
+
+def _end_releasers(pid: int) -> None:
+    """The releaser of that model would wait for an hour."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"--release" in words and str(pid).encode() in words:
+            os.kill(int(entry.parent.name), 9)
+
+
+def test_a_model_above_the_budget_is_refused_and_nothing_stops(serve: Serve) -> None:
+    service = serve({"alpha": 6, "huge": 30}, budget=24)
+    assert service.chat("alpha").status == 200
+    reply = service.chat("huge")
+    assert (reply.status, reply.code) == (503, "insufficient_memory")
+    text = reply.body.decode()
+    assert "30 GiB" in text and "24 GiB" in text
+    assert not reply.header("Retry-After")
+    assert not stopped_for_nothing(service, "alpha")
+
+
+def test_a_game_shrinks_the_budget_and_gives_it_back(serve: Serve, card: FakeCard) -> None:
+    service = serve({"alpha": 6, "beta": 12}, budget=24)
+    eventually(lambda: service.get("/api/memory").json().get("trusted"), "the floor is known")
+    card.foreign[1] = 13 * GIB
+    card.write()
+    eventually(lambda: service.get("/api/memory").json()["excess"], "the game is seen", timeout=15)
+    assert _refused(service.chat("beta"))
+    assert service.chat("alpha").status == 200
+    card.foreign.clear()
+    card.write()
+    assert eventually(lambda: service.chat("beta").status == 200, "the budget is whole again", timeout=15)
+
+
+def _refused(reply: Any) -> bool:
+    return reply.status == 503 and reply.code == "insufficient_memory" and bool(reply.header("Retry-After"))
+
+
+def test_sizes_are_learned_and_kept(serve: Serve) -> None:
+    service = serve({"alpha": 5, "beta": 6, "gamma": 9}, budget=16, estimates=False)
+
+    def known(name: str) -> bool:
+        sizes = service.get("/api/memory").json().get("sizes", {})
+        return bool(sizes.get(name, {}).get("vram", {}).get("origin") == "measured")
+
+    for name in ("alpha", "beta", "gamma"):
+        assert service.chat(name).status == 200
+        eventually(lambda name=name: known(name), f"the size of {name} is learned", timeout=20)  # type: ignore[misc]
+    service.chat("alpha")
+    service.chat("beta")
+    assert {row["model"] for row in service.running()} == {"alpha", "beta"}
+    starts = len(service.events("start"))
+    for name in ("alpha", "beta", "alpha", "beta"):
+        service.chat(name)
+    assert len(service.events("start")) == starts
+    plan = service.get("/api/plan?model=gamma").json()
+    assert plan["decision"] == "start"
+    assert plan["sizes"]["gamma"]["vram"] == {
+        "charged": 9 * GIB << 20,
+        "origin": "measured",
+        "configured": 0,
+        "measured": 9 * GIB << 20,
+    }
+
+
+def test_out_of_memory_at_load_evicts_idle_models_and_tries_once_more(serve: Serve) -> None:
+    # beta claims 2 GiB but takes 12 beside alpha's 6: its first start dies, the second has the card for itself.
+    service = serve(
+        {"alpha": 6, "beta": 12},
+        budget=16,
+        flags={"alpha": {}, "beta": {"ledger_total_mb": 14 * GIB}},
+        top={},
+        estimates=False,
+    )
+    config = service.config_path.read_text()
+    service.write_config(
+        config.replace("  beta:\n", "  beta:\n    estVramGB: 2\n").replace("  alpha:\n", "  alpha:\n    estVramGB: 6\n")
+    )
+    service.post("/api/config/reload")
+    assert service.chat("alpha").status == 200
+    reply = service.chat("beta")
+    assert reply.status == 200, reply.body
+    assert len(service.events("start", "beta")) == 2
+    assert [row["model"] for row in service.running()] == ["beta"]
+
+
+def test_out_of_memory_without_anything_to_evict_is_told_and_not_repeated_at_once(serve: Serve) -> None:
+    service = serve({"beta": 12}, flags={"ledger_total_mb": 10 * GIB})
+    reply = service.chat("beta")
+    assert (reply.status, reply.code) == (503, "insufficient_memory")
+    assert "ran out of memory" in reply.body.decode() and "CUDA" in reply.body.decode()
+    again = service.chat("beta")
+    assert (again.status, again.code) == (503, "insufficient_memory")
+    assert int(again.header("Retry-After") or 0) > 20
+    assert len(service.events("start", "beta")) == 1
+
+
+def test_a_hanging_driver_stalls_nobody(serve: Serve, card: FakeCard) -> None:
+    service = serve({"alpha": 9, "beta": 9})
+    assert service.chat("alpha").status == 200
+    card.extra = ["hang nvmlDeviceGetMemoryInfo 20000"]
+    card.write()
+    began = time.monotonic()
+    assert service.chat("beta").status == 200
+    assert time.monotonic() - began < 15
+    card.extra = []
+    card.write()
+
+
+def test_growth_of_others_unloads_the_largest_idle_model(serve: Serve, card: FakeCard) -> None:
+    service = serve({"alpha": 6, "beta": 9}, budget=20, top={"pressureGrace": 1})
+    service.chat("alpha")
+    service.chat("beta")
+    eventually(lambda: service.get("/api/memory").json().get("trusted"), "readings are trusted", timeout=20)
+    card.foreign[1] = 7 * GIB
+    card.write()
+    service.wait_event("term", "beta", timeout=30)
+    assert not stopped_for_nothing(service, "alpha")
+    assert [row["model"] for row in eventually(lambda: len(service.running()) == 1 and service.running(), "")] == [
+        "alpha"
+    ]
+
+
+def test_memory_and_plan_name_who_holds_what(serve: Serve) -> None:
+    service = serve({"alpha": 9, "beta": 9})
+    service.chat("alpha")
+    memory = eventually(
+        lambda: (m := service.get("/api/memory").json()).get("models", {}).get("alpha", {}).get("vram") and m,
+        "alpha is measured",
+        timeout=20,
+    )
+    assert memory["models"]["alpha"]["vram"] == 9 * GIB << 20
+    assert memory["sizes"]["beta"]["vram"]["origin"] == "configured"
+    plan = service.get("/api/plan?model=beta").json()
+    assert (plan["decision"], plan["victims"]) == ("start", ["alpha"])
+    assert service.get("/api/plan?model=nobody").status == 404
+    assert service.get("/api/plan").status == 400
