@@ -27,6 +27,7 @@ from qmflask.states import State
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
+from qmflask.store.rows import SchedulerRow
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -76,6 +77,7 @@ class Router:
         self._unknown: set[int] = set()
         self._mails = 0
         self._leader_id: str | None = None
+        self._led_at = time.monotonic_ns()  # the last sign of a leader
         self._draining = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
@@ -446,8 +448,10 @@ class Router:
             self._move_to_new_store()
         self._configuration.refresh(self._store)
         state = self._find_leader()
-        silent = time.monotonic_ns() - state.heartbeat > NO_LEADER if state.heartbeat else False
-        if silent:
+        now = time.monotonic_ns()
+        if state.leader is not None:
+            self._led_at = max(self._led_at, state.heartbeat)
+        if now - self._led_at > NO_LEADER:
             self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
         self._reconcile()
         self._cut_idle_streams()
@@ -473,7 +477,7 @@ class Router:
         assert identity is not None
         admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
 
-    def _find_leader(self) -> reading.SchedulerRow:
+    def _find_leader(self) -> SchedulerRow:
         """Whom to wake."""
         with self._store.read() as tx:
             state = reading.scheduler(tx)
