@@ -19,6 +19,7 @@ from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
 from qmflask.policy.plan import sentence
+from qmflask.policy.returning import returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
 from qmflask.processes import Children, Identity
@@ -64,6 +65,7 @@ class Term:
         self._workers: dict[str, int] = {}
         self._config_generation = 0
         self._next_beat = 0
+        self._began = time.monotonic_ns()
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
@@ -125,6 +127,8 @@ class Term:
             with self._store.write(self._generation) as tx:
                 scheduling.beat(tx, now)
             self._next_beat = now + HEARTBEAT
+            _, config, rules = self._configuration()
+            self._bring_default_back(config, rules, now)
         if dead := {name for kind, name in ended if kind == "worker"}:
             self._bury_workers(dead)
         exited = {name for kind, name in ended if kind == "tree"}
@@ -255,6 +259,22 @@ class Term:
             elif isinstance(action, Stop):
                 stopping += self._swaps.stop_idle(tx, [action.model], action.reason, now)
         return stopping
+
+    def _bring_default_back(self, config: Config, rules: Rules, now: int) -> None:
+        """Queue the default model when the box has been idle for `returnAfter`."""
+        with self._store.read() as tx:
+            row = reading.scheduler(tx)
+            profile = config.profiles.get(row.active_profile or "")
+            model = (profile.default_model if profile else "") or config.default_model
+            if not model:
+                return
+            snapshot = reading.snapshot(tx, rules, whole=True)
+            ends = [process.idle_since for process in reading.processes(tx).values()]
+        quiet_since = max([self._began, *ends])
+        if returns(snapshot, model, quiet_since, int(config.return_after * SECOND), now):
+            log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
+            with self._store.write(self._generation) as tx:
+                scheduling.queue_load(tx, model, now)
 
     # -- memory -----------------------------------------------------------------------------------------------
 
