@@ -23,6 +23,7 @@ from qmflask.policy.returning import returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
 from qmflask.processes import Children, Identity
+from qmflask.sampling import Sampler
 from qmflask.states import DOWN, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.swaps import Conflict, Swaps
@@ -31,6 +32,9 @@ from qmflask.trees import SECOND, Trees
 log = logging.getLogger(__name__)
 
 HEARTBEAT = SECOND // 2
+#: How often the logs of live models are kept below their cap, in seconds; on a thread of its own, as it may wait for
+#: the disk.
+TRIM_EVERY = 0.5
 #: Decisions made outside the transaction before one is made inside (DESIGN section 1).
 OPTIMISTIC_TRIES = 2
 
@@ -71,6 +75,7 @@ class Term:
         self._trees.on_out_of_memory = self._swaps.retry_with_more_room
         self._trees.free_now = self._accounts.free_now
         self._trees.on_down = self._meter.ask
+        self._trimmer = Sampler("logs", self._trees.trim_logs, TRIM_EVERY)
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -92,6 +97,7 @@ class Term:
         now = time.monotonic_ns()
         generation, config, _ = self._configuration()
         self._meter.start()
+        self._trimmer.start()
         self._watch_workers()
         with self._store.read() as tx:
             rows = reading.processes(tx)
@@ -325,6 +331,7 @@ class Term:
     def close(self) -> None:
         """End what the term owns in this process: watched descriptors, probers, the selector. The trees live on."""
         self._meter.close()
+        self._trimmer.close()
         self._trees.close()
         for descriptor in self._workers.values():
             os.close(descriptor)
