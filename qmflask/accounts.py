@@ -232,8 +232,7 @@ class Accounts:
     # -- watchdog ---------------------------------------------------------------------------------------------
 
     def _watchdog(self, config: Config, rules: Rules, rows: Mapping[str, ProcessRow], now: int) -> Shed | None:
-        if not config.pressure_evict or not self._ceiling.trusted:
-            self._watch = Watch(quiet_until=self._watch.quiet_until)
+        if not config.pressure_evict:
             return None
         with self._store.read() as tx:
             leases = reading.leases(tx)
@@ -245,7 +244,9 @@ class Accounts:
             and config.models[row.model].pool != "ram"
         ]
         grace = int(config.pressure_grace * SECOND)
-        self._watch, shed = watch(self._watch, residents, config.vram_budget, self._ceiling.excess, grace, now)
+        # Without trust nothing is known of others, but learned sizes may have raised our own sum over the budget.
+        excess = self._ceiling.excess if self._ceiling.trusted else 0
+        self._watch, shed = watch(self._watch, residents, config.vram_budget, excess, grace, now)
         return shed
 
     # -- reclaim gates ----------------------------------------------------------------------------------------

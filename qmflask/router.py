@@ -27,6 +27,7 @@ from qmflask.states import State
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
+from qmflask.store.rows import SchedulerRow
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -76,6 +77,7 @@ class Router:
         self._unknown: set[int] = set()
         self._mails = 0
         self._leader_id: str | None = None
+        self._led_at = time.monotonic_ns()  # the last sign of a leader
         self._draining = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
@@ -387,6 +389,7 @@ class Router:
                     self._leader.ring()
                 if CONFIG in kinds:
                     self._configuration.refresh(self._store)
+                    self._find_leader()
                     self._leader.ring()
                 if CANCEL in kinds:
                     self._cancel_marked()
@@ -444,11 +447,11 @@ class Router:
         if self._store.replaced():
             self._move_to_new_store()
         self._configuration.refresh(self._store)
-        with self._store.read() as tx:
-            state = reading.scheduler(tx)
-        self._leader_id = state.leader
-        silent = time.monotonic_ns() - state.heartbeat > NO_LEADER if state.heartbeat else False
-        if silent:
+        state = self._find_leader()
+        now = time.monotonic_ns()
+        if state.leader is not None:
+            self._led_at = max(self._led_at, state.heartbeat)
+        if now - self._led_at > NO_LEADER:
             self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
         self._reconcile()
         self._cut_idle_streams()
@@ -473,6 +476,13 @@ class Router:
         identity = Identity.of(self.pid)
         assert identity is not None
         admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+
+    def _find_leader(self) -> SchedulerRow:
+        """Whom to wake."""
+        with self._store.read() as tx:
+            state = reading.scheduler(tx)
+        self._leader_id = state.leader
+        return state
 
     def _reconcile(self) -> None:
         """For leases of a live worker its memory is the truth."""
@@ -507,6 +517,7 @@ class Router:
         with store.write(generation) as tx:
             patience = now + config.patience_ms * MILLISECOND
             scheduling.queue_preload(tx, config.preload, self.master, now, patience)
+        self._spread(store)  # so that the others know whom to wake
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:
         error = self._configuration.look(store, now)
@@ -518,7 +529,7 @@ class Router:
             self._spread(store)
 
     def _spread(self, store: Store) -> None:
-        """Tell every worker, and the leader, that there may be a new configuration."""
+        """Tell every worker that there may be a new configuration or leader."""
         with store.read() as tx:
             names = [row.id for row in reading.workers(tx)]
         for name in names:

@@ -19,9 +19,11 @@ from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
 from qmflask.policy.plan import sentence
+from qmflask.policy.returning import returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
 from qmflask.processes import Children, Identity
+from qmflask.sampling import Sampler
 from qmflask.states import DOWN, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.swaps import Conflict, Swaps
@@ -30,6 +32,9 @@ from qmflask.trees import SECOND, Trees
 log = logging.getLogger(__name__)
 
 HEARTBEAT = SECOND // 2
+#: How often the logs of live models are kept below their cap, in seconds; on a thread of its own, as it may wait for
+#: the disk.
+TRIM_EVERY = 0.5
 #: Decisions made outside the transaction before one is made inside (DESIGN section 1).
 OPTIMISTIC_TRIES = 2
 
@@ -60,6 +65,7 @@ class Term:
         self._workers: dict[str, int] = {}
         self._config_generation = 0
         self._next_beat = 0
+        self._began = time.monotonic_ns()
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
@@ -69,6 +75,7 @@ class Term:
         self._trees.on_out_of_memory = self._swaps.retry_with_more_room
         self._trees.free_now = self._accounts.free_now
         self._trees.on_down = self._meter.ask
+        self._trimmer = Sampler("logs", self._trees.trim_logs, TRIM_EVERY)
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -90,6 +97,7 @@ class Term:
         now = time.monotonic_ns()
         generation, config, _ = self._configuration()
         self._meter.start()
+        self._trimmer.start()
         self._watch_workers()
         with self._store.read() as tx:
             rows = reading.processes(tx)
@@ -119,6 +127,8 @@ class Term:
             with self._store.write(self._generation) as tx:
                 scheduling.beat(tx, now)
             self._next_beat = now + HEARTBEAT
+            _, config, rules = self._configuration()
+            self._bring_default_back(config, rules, now)
         if dead := {name for kind, name in ended if kind == "worker"}:
             self._bury_workers(dead)
         exited = {name for kind, name in ended if kind == "tree"}
@@ -250,6 +260,22 @@ class Term:
                 stopping += self._swaps.stop_idle(tx, [action.model], action.reason, now)
         return stopping
 
+    def _bring_default_back(self, config: Config, rules: Rules, now: int) -> None:
+        """Queue the default model when the box has been idle for `returnAfter`."""
+        with self._store.read() as tx:
+            row = reading.scheduler(tx)
+            profile = config.profiles.get(row.active_profile or "")
+            model = (profile.default_model if profile else "") or config.default_model
+            if not model:
+                return
+            snapshot = reading.snapshot(tx, rules, whole=True)
+            ends = [process.idle_since for process in reading.processes(tx).values()]
+        quiet_since = max([self._began, *ends])
+        if returns(snapshot, model, quiet_since, int(config.return_after * SECOND), now):
+            log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
+            with self._store.write(self._generation) as tx:
+                scheduling.queue_load(tx, model, now)
+
     # -- memory -----------------------------------------------------------------------------------------------
 
     def _tree_refs(self) -> tuple[int, list[TreeRef]]:
@@ -305,6 +331,7 @@ class Term:
     def close(self) -> None:
         """End what the term owns in this process: watched descriptors, probers, the selector. The trees live on."""
         self._meter.close()
+        self._trimmer.close()
         self._trees.close()
         for descriptor in self._workers.values():
             os.close(descriptor)

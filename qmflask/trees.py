@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import queue
@@ -25,9 +24,10 @@ from qmflask.logfiles import ModelLog
 from qmflask.memory import oom
 from qmflask.memory.oom import OutOfMemory
 from qmflask.processes import Children, Identity, SpawnError, SpawnLock
+from qmflask.siege import Siege, end
 from qmflask.states import Phase, State
 from qmflask.store import Store, reading, scheduling
-from qmflask.store.rows import ProcessRow, SwapRow
+from qmflask.store.rows import ProcessRow, StopCall, SwapRow
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class Trees:
         self.on_down: Callable[[], None] = lambda: None
         self._models: Mapping[str, Model] = {}
         self._owner = name_hash(str(store.directory.resolve()))
+        self._siege = Siege()
 
     # -- starting ---------------------------------------------------------------------------------------------
 
@@ -110,8 +111,9 @@ class Trees:
         """
         lock = SpawnLock(self._lock_path(model.id))
         if not lock.try_acquire():
-            self._clear_strangers(model.id)
+            self._clear_strangers(model.id, now)
             return False
+        self._siege.lift(lock.path)
         try:
             tree = Tree(model.id, f"{self._owner}.{name_hash(model.id)}.{secrets.token_hex(8)}")
             port = self._choose_port(model, rows)
@@ -199,12 +201,21 @@ class Trees:
                 raise ValueError(f"no free port above {model.port}")
         return port
 
-    def _clear_strangers(self, model: str) -> None:
-        """Kill what still lives of an earlier tree of this model that no row knows; its end frees the spawn lock."""
-        prefix = f"{self._owner}.{name_hash(model)}."
-        for identity, _ in processes.tokens(prefix):
-            log.warning("model %s: killing a leftover process %d of an earlier start", model, identity.pid)
-            processes.send(identity, signal.SIGKILL)
+    def _clear_strangers(self, model: str, now: int) -> None:
+        """Kill what still lives of an earlier tree of this model that no row knows; its end frees the spawn lock.
+
+        Looked for before the term is checked: what a later leader has started can then not be among them.
+        """
+        strangers = [identity for identity, _ in processes.tokens(f"{self._owner}.{name_hash(model)}.")]
+        lock = self._lock_path(model)
+        holders = [] if strangers else self._siege.press(lock, self._worker_pids(), now)
+        self._store.check_term(self._generation)
+        end(strangers, f"it is left over from an earlier start of model {model}")
+        end(holders, f"it holds the spawn lock of model {model}")
+
+    def _worker_pids(self) -> set[int]:
+        with self._store.read() as tx:
+            return {row.pid for row in reading.workers(tx)}
 
     def _lock_path(self, model: str) -> Path:
         return self._store.directory / "spawn" / f"{name_hash(model)}.lock"
@@ -220,8 +231,9 @@ class Trees:
             tree = self._trees[row.model] = Tree(row.model, row.token)
             tree.identity = self._find(row)
             if row.state is State.STARTING:
-                self._adopt_starting(tree, row, models.get(row.model), now)
+                self.woken |= self._adopt_starting(tree, row, models.get(row.model), now)
             elif row.state is State.STOPPING:
+                end(processes.token_members(f"stop:{row.token}"), "a stop command of an earlier leader, run anew")
                 self._observe(tree)
                 self.signal_stop(row)
             elif tree.identity is None or not tree.identity.alive():
@@ -229,11 +241,17 @@ class Trees:
             else:
                 log.info("model %s: adopted process %d", row.model, tree.identity.pid)
                 self._observe(tree)
-        known = {row.token for row in rows.values() if row.token}
-        for identity, token in processes.tokens(f"{self._owner}."):
-            if token not in known:
-                log.warning("killing process %d: it belongs to no model that is known", identity.pid)
-                processes.send(identity, signal.SIGKILL)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kill trees that no row knows, and stop commands of an earlier term: theirs are run anew."""
+        found = processes.tokens(f"{self._owner}.")
+        commands = processes.tokens(f"stop:{self._owner}.")
+        with self._store.read() as tx:  # after the look: what a later leader started has its row by now
+            known = {row.token for row in reading.processes(tx).values()}
+        self._store.check_term(self._generation)
+        end([identity for identity, token in found if token not in known], "it belongs to no model that is known")
+        end([who for who, token in commands if token[5:] not in known], "a stop command of an earlier leader")
 
     def _find(self, row: ProcessRow) -> Identity | None:
         if row.pid is not None and row.start_ticks is not None:
@@ -243,22 +261,38 @@ class Trees:
         leaders = [member for member in members if processes.session_of(member.pid) == member.pid]
         return next(iter(leaders or members), None)
 
-    def _adopt_starting(self, tree: Tree, row: ProcessRow, model: Model | None, now: int) -> None:
+    def _adopt_starting(self, tree: Tree, row: ProcessRow, model: Model | None, now: int) -> set[str]:
+        """Take up a start at whatever point its leader left it; returns the workers to wake."""
         tree.identity = tree.identity or self._find(row)
-        if tree.identity is None and processes.is_held(self._lock_path(row.model)):
-            # An earlier leader stands just before its spawn; the tree appears or the lock is freed.
-            tree.next_look = now + 10 * MILLISECOND
-            return
+        lock = self._lock_path(row.model)
+        if tree.identity is None and processes.is_held(lock):
+            # An earlier leader stands just before its spawn: the tree appears, or the lock is freed.
+            end(self._siege.press(lock, self._worker_pids(), now), f"it holds the spawn lock of model {row.model}")
+            tree.next_look = now + tree.pause
+            tree.pause = min(tree.pause * 2, LOOK_CAP)
+            return set()
+        self._siege.lift(lock)
+        if tree.identity is None and (found := self._find(row)) is None:
+            return self._start_lost(tree, row, now)
+        tree.identity = tree.identity or found
         if tree.identity is None or not tree.identity.alive() or model is None:
-            self._main_exited(tree, now)
-            return
+            return self._main_exited(tree, now)
         with self._store.write(self._generation) as tx:
             scheduling.update_process(tx, row.model, pid=tree.identity.pid, start_ticks=tree.identity.start_ticks)
             for swap in reading.swaps(tx):
                 if swap.target == row.model:
                     scheduling.set_phase(tx, swap.id, Phase.PROBING)
+        log.info("model %s: adopted process %d, which is starting", row.model, tree.identity.pid)
         self._observe(tree)
         self._probe(tree, model, row.port)
+        return set()
+
+    def _start_lost(self, tree: Tree, row: ProcessRow, now: int) -> set[str]:
+        """The leader died between the row and the spawn: no fault of the model's, so its swap starts it again."""
+        log.info("model %s: its start was lost with the leader; starting again", row.model)
+        with self._store.write(self._generation) as tx:  # starting -> stopping
+            scheduling.set_state(tx, row.model, State.STOPPING, "its start was lost with the leader", deadline=now)
+        return self._look(tree, now)
 
     def _observe(self, tree: Tree) -> None:
         if tree.identity is None or tree.pidfd is not None:
@@ -286,11 +320,12 @@ class Trees:
     def _run_stop_command(self, tree: Tree, row: ProcessRow) -> None:
         assert row.cmd_stop is not None and tree.identity is not None
         pid = tree.identity.pid
-        argv = [part.replace("${PID}", str(pid)) for part in row.cmd_stop]
+        argv = [part.replace("${PID}", str(pid)) for part in row.cmd_stop.argv]
+        env = {**os.environ, **row.cmd_stop.env}
         logfile = ModelLog(self._store.directory / "logs", row.model)
 
         def run() -> None:
-            result = processes.run_stop_command(argv, os.environ, row.unload_timeout, logfile.path, tree.token)
+            result = processes.run_stop_command(argv, env, row.unload_timeout, logfile.path, tree.token)
             if not result.ok:
                 log.warning("model %s: %s; TERM follows", row.model, result.error)
                 processes.signal_tree(pid, tree.token, signal.SIGTERM, tree.identity)
@@ -461,7 +496,7 @@ class Trees:
         if row is None:
             return set()
         if row.state is State.STARTING and tree.identity is None:
-            return self._look_for_spawn(tree, row, now)
+            return self._adopt_starting(tree, row, self._models.get(row.model), now)
         if row.state is not State.STOPPING:
             ended = tree.identity is not None and not tree.identity.alive()
             return self._main_exited(tree, now) if ended else set()
@@ -475,18 +510,16 @@ class Trees:
             tree.killed = True
             if tree.identity is not None:
                 processes.signal_tree(tree.identity.pid, tree.token, signal.SIGKILL, tree.identity)
+            else:
+                self._clear_strangers(row.model, now)
         tree.next_look = now + tree.pause
         tree.pause = min(tree.pause * 2, LOOK_CAP)
         return set()
 
-    def _look_for_spawn(self, tree: Tree, row: ProcessRow, now: int) -> set[str]:
-        """An earlier leader was about to spawn: adopt its tree when it appears, give up when the lock is free."""
-        self._adopt_starting(tree, row, self._models.get(row.model), now)
-        return set()
-
     def _alive(self, tree: Tree) -> bool:
-        if tree.identity is None:
-            return bool(tree.token and processes.token_members(tree.token))
+        if tree.identity is None:  # an earlier leader may stand just before its spawn
+            members = processes.token_members(tree.token) if tree.token else []
+            return bool(members) or processes.is_held(self._lock_path(tree.model))
         return processes.session_alive(tree.identity.pid, tree.identity) or bool(processes.token_members(tree.token))
 
     def _down(self, tree: Tree, row: ProcessRow) -> None:
@@ -517,6 +550,11 @@ class Trees:
             os.close(tree.pidfd)
             tree.pidfd = None
 
+    def trim_logs(self) -> None:
+        """Keep the logs of live models below their cap; any thread may call it."""
+        for model in list(self._trees):
+            ModelLog(self._store.directory / "logs", model).trim()
+
     def close(self) -> None:
         """End probers and descriptors; the trees live on."""
         for tree in self._trees.values():
@@ -533,12 +571,17 @@ def _proxy(model: Model, port: int | None) -> str:
 
 
 def _stop_command(model: Model, port: int | None) -> str | None:
-    """`cmdStop` as a JSON list of arguments, `${PID}` still in it: the row must do without the configuration."""
+    """`cmdStop` with the model's own environment, as the row keeps it."""
     text = model.cmd_stop_template or ""
     try:
-        return json.dumps(split_command(text if port is None else text.replace("${PORT}", str(port))))
+        argv = split_command(text if port is None else text.replace("${PORT}", str(port)))
     except ValueError:  # none, or nothing but comments
         return None
+    try:
+        env = model.launch(port).env
+    except LaunchError:
+        env = {}
+    return StopCall(tuple(argv), env).text()
 
 
 def _warm_up(model: Model, proxy: str) -> probes.WarmUp | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROWS = b"r"  # outcomes of its waiting requests
 LEADER = b"l"  # the queue, if it leads
 CANCEL = b"c"  # its requests that somebody cancelled
-CONFIG = b"g"  # the configuration's generation
+CONFIG = b"g"  # the configuration's generation, and who leads
 EVENT = b"e"  # something pages show has changed
 
 

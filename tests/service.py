@@ -250,7 +250,7 @@ class Service:
         self.spawn()
         self.wait_until_up(timeout)
         if (self.state / "state.db").exists():
-            eventually(lambda: len(self._registered_workers()) >= self.workers, "every worker is up", timeout)
+            eventually(lambda: len(self.registered_workers()) >= self.workers, "every worker is up", timeout)
         return self
 
     def spawn(self) -> None:
@@ -337,7 +337,8 @@ class Service:
         """(model, path or id) of every request that holds a lease, by the state database; [] if there is none."""
         return self._query("SELECT model, coalesce(detail, public_id) FROM requests WHERE state = 'granted'")
 
-    def _registered_workers(self) -> list[int]:
+    def registered_workers(self) -> list[int]:
+        """Pids of the workers that serve and do not drain, by the state database."""
         return [pid for (pid,) in self._query("SELECT pid FROM workers WHERE NOT draining") if pid in self.processes()]
 
     def _query(self, sql: str) -> list[tuple[Any, ...]]:

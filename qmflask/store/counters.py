@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 #: One table, the same in `state.db` (what the leader does) and `activity.db` (what requests did).
@@ -38,20 +38,34 @@ class Tally:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
+        #: Per histogram and labels: the sum, then how many fell into each bucket.
+        self._histograms: dict[tuple[str, tuple[str, ...]], list[float]] = {}
 
-    def add(self, name: str, labels: Sequence[str] = (), value: float = 1) -> None:
+    def add(self, name: str, labels: tuple[str, ...] = (), value: float = 1) -> None:
         """Add to a counter."""
-        key = (name, tuple(labels))
+        key = (name, labels)
         self._sums[key] = self._sums.get(key, 0) + value
 
-    def observe(self, name: str, labels: Sequence[str], seconds: float) -> None:
+    def observe(self, name: str, labels: tuple[str, ...], seconds: float) -> None:
         """Add one observation to a histogram."""
-        self.add(f"{name}_bucket", (*labels, BOUNDS[bisect_left(BUCKETS, seconds)]))
-        self.add(f"{name}_sum", labels, seconds)
+        key = (name, labels)
+        found = self._histograms.get(key)
+        if found is None:
+            found = self._histograms[key] = [0.0] * (len(BOUNDS) + 1)
+        found[0] += seconds
+        found[1 + bisect_left(BUCKETS, seconds)] += 1
 
     def rows(self) -> list[Sum]:
         """What was added."""
-        return [Sum(name, labels, value) for (name, labels), value in self._sums.items()]
+        rows = [Sum(name, labels, value) for (name, labels), value in self._sums.items()]
+        for (name, labels), (total, *counts) in self._histograms.items():
+            rows.append(Sum(f"{name}_sum", labels, total))
+            rows += [
+                Sum(f"{name}_bucket", (*labels, bound), number)
+                for bound, number in zip(BOUNDS, counts, strict=True)
+                if number
+            ]
+        return rows
 
 
 def write(tx: sqlite3.Connection, tally: Tally) -> None:

@@ -188,6 +188,11 @@ class Store:
                     if connection.in_transaction:
                         connection.execute("COMMIT")
 
+    def check_term(self, generation: int) -> None:
+        """Raise Deposed unless `generation` is still the term; before a deed that no transaction guards."""
+        with self.read() as tx:
+            _check_term(tx, generation)
+
     def replaced(self) -> bool:
         """True when the file at the path is no longer the one we have open (it was removed or replaced)."""
         return _inode(self.path) != self._inode

@@ -11,6 +11,25 @@ from qmflask.states import Phase, State
 
 
 @dataclass(frozen=True, slots=True)
+class StopCall:
+    """A model's `cmdStop`, `${PID}` still in it, and the model's own variables: the row must do without the
+    configuration, which may have changed since the start."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+
+    def text(self) -> str:
+        """As it is stored."""
+        return json.dumps({"argv": self.argv, "env": self.env})
+
+    @classmethod
+    def parse(cls, text: str) -> StopCall:
+        """What `text` gave; a bare list is one without variables."""
+        value = json.loads(text)
+        return cls(tuple(value), {}) if isinstance(value, list) else cls(tuple(value["argv"]), dict(value["env"]))
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessRow:
     """One row of `processes` (see the schema for units)."""
 
@@ -30,7 +49,7 @@ class ProcessRow:
     proxy: str | None
     launch_hash: str | None
     cmd: str | None
-    cmd_stop: tuple[str, ...] | None
+    cmd_stop: StopCall | None
     unload_timeout: float
     started_at: int
     deadline: int
@@ -51,7 +70,7 @@ class ProcessRow:
         """From a `SELECT *` row."""
         values = dict(row)
         values["state"] = State(values["state"])
-        values["cmd_stop"] = tuple(json.loads(values["cmd_stop"])) if values["cmd_stop"] else None
+        values["cmd_stop"] = StopCall.parse(values["cmd_stop"]) if values["cmd_stop"] else None
         return cls(**values)
 
     def view(self, leases: int, launch_hash: str | None) -> ProcessView:

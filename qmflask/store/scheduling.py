@@ -250,6 +250,15 @@ def activate_profile(
         )
 
 
+def queue_load(tx: sqlite3.Connection, model: str, now: int) -> None:
+    """Queue one load that the leader owns; its end is nobody's answer."""
+    tx.execute(
+        "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall)"
+        " VALUES ('default', NULL, 'preload', ?, 'pending', ?, ?)",
+        (model, now, time.time()),
+    )
+
+
 def floors(tx: sqlite3.Connection, boot_id: str) -> dict[str, int]:
     """Lowest trusted foreign use in bytes by card uuid, of this boot."""
     return {row["device"]: row["floor"] for row in tx.execute("SELECT * FROM floors WHERE boot_id = ?", (boot_id,))}

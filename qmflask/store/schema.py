@@ -49,7 +49,7 @@ CREATE TABLE IF NOT EXISTS processes (             -- one row a model that was e
     proxy        TEXT,
     launch_hash  TEXT,
     cmd          TEXT,
-    cmd_stop     TEXT,                             -- JSON list with ${PID} unresolved, or NULL
+    cmd_stop     TEXT,                             -- JSON: argv with ${PID} unresolved, env; or NULL
     unload_timeout REAL   NOT NULL DEFAULT 10,
     started_at   INTEGER NOT NULL DEFAULT 0,
     deadline     INTEGER NOT NULL DEFAULT 0,       -- starting: healthy by then; draining (unload), stopping: KILL then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ from qmflask.config import ApiKey, Model
 from qmflask.errors import NotFound
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import Header
+from qmflask.overview import failure_of, stop_of
 from qmflask.router import Router
-from qmflask.states import RESIDENT, State
+from qmflask.states import DOWN, RESIDENT, State
 from qmflask.store.rows import ProcessRow
 from qmflask.web import auth, targets
 from qmflask.web.answers import json_answer, text_answer
@@ -52,7 +54,12 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         rows = [row for row in rows if auth.sees(owner, _names(row, models.get(row.model)))]
         counts = Counter((r.model, r.state) for r in status.requests if r.kind == "infer")
         shown = [_running(row, models.get(row.model), counts, auth.is_admin(owner)) for row in rows]
-        return json_answer({"running": shown})
+        if "all" not in request.args:  # clients of llama-swap expect this and nothing more
+            return json_answer({"running": shown})
+        gone = [row for row in status.processes.values() if row.state in DOWN and row.model in models]
+        gone = [row for row in gone if auth.sees(owner, _names(row, models.get(row.model)))]
+        stopped = [_stopped(row, auth.is_admin(owner)) for row in sorted(gone, key=lambda r: r.model)]
+        return json_answer({"running": shown, "stopped": stopped})
 
     @routes.get("/unload")
     def unload_all() -> Response:
@@ -152,6 +159,14 @@ def _running(row: ProcessRow, model: Model | None, counts: Counter[tuple[str, st
         "inflight": counts[row.model, "granted"],
         "queued": counts[row.model, "queued"],
     }
+
+
+def _stopped(row: ProcessRow, admin: bool) -> dict[str, Any]:
+    """Why a model that has run is not loaded. Failures quote its log, which only admins may read."""
+    failure = failure_of(row, time.monotonic_ns())
+    if failure is not None and not admin:
+        failure["message"] = ""
+    return {"model": row.model, "state": row.state.value, "stop": stop_of(row), "failure": failure}
 
 
 def _public_state(state: State) -> str:

@@ -163,6 +163,10 @@ def test_why_a_model_is_not_loaded(start_service: StartService) -> None:
     assert (failed["stop"]["exit_code"], failed["failure"]["retry_in"] <= 2) == (3, True)
     service.get("/unload")
     eventually(lambda: model("beta").get("stop", {}).get("reason") == "unload", "why beta is not loaded")
+    assert service.get("/running").json() == {"running": []}
+    stopped = {row["model"]: row for row in service.get("/running?all").json()["stopped"]}
+    assert stopped["alpha"]["stop"]["reason"] == "evicted for beta"
+    assert stopped["dies"]["failure"]["code"] == "model_start_failed"
     reading = service.get("/api/performance").json()
     assert reading["enabled"]
     assert reading["sys_stats"][0]["mem_total_mb"] > 0

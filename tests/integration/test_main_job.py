@@ -194,3 +194,17 @@ def test_hang_up_before_the_first_byte_cuts_the_upstream(start_service: StartSer
         service.wait_event("request", "alpha")
     service.wait_event("client_gone", "alpha", timeout=5)
     service.wait_idle()
+
+
+def test_the_default_model_comes_back_to_an_idle_box(start_service: StartService) -> None:
+    def config(service: Service) -> dict[str, object]:
+        models = {name: {"cmd": service.fake(name), "estVramGB": 5, "ttl": 1} for name in ("guest", "home", "other")}
+        return {"vramBudgetGB": 12, "models": models, "defaultModel": "home", "returnAfter": 1}
+
+    service = start_service(config)
+    service.wait_event("ready", "home")
+    assert service.chat("guest").status == 200
+    eventually(lambda: [row["model"] for row in service.running()] == ["home"], "the guest has left")
+    service.get("/unload")
+    service.wait_event("ready", "home", count=2)
+    assert service.events("term", "guest")

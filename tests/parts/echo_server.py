@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEPT = 64 * 1024
@@ -55,7 +56,7 @@ class Echo(BaseHTTPRequestHandler):
             kept += piece[: KEPT - len(kept)]
         return kept, length
 
-    def _pieces(self):  # type: ignore[no-untyped-def]
+    def _pieces(self) -> Iterator[bytes]:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             while size := int(self.rfile.readline(), 16):
                 yield self.rfile.read(size)

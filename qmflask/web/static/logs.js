@@ -92,7 +92,13 @@ export function show(main, rest) {
     });
     lines.append(fresh);
     while (lines.childElementCount > MAX_LINES) lines.firstElementChild.remove();
-    if (atEnd) lines.scrollTop = lines.scrollHeight;
+    if (atEnd) toEnd();
+  }
+
+  function toEnd() {
+    const jump = () => (lines.scrollTop = lines.scrollHeight);
+    jump();
+    requestAnimationFrame(jump); // lines that were never shown have had a guessed height until now
   }
 
   function paint(line) {

@@ -1,0 +1,27 @@
+"""When the default model comes back: the box has been idle for a while, and it fits without stopping anything."""
+
+from __future__ import annotations
+
+from qmflask.policy.board import Board
+from qmflask.policy.snapshot import Snapshot
+from qmflask.states import DOWN
+
+
+def returns(snapshot: Snapshot, model: str, quiet_since: int, return_after: int, now: int) -> bool:
+    """Whether `model`, the default one, should be loaded now; no request came for `return_after` nanoseconds.
+
+    `quiet_since` is when the last answer ended, or scheduling began. Nothing is evicted for it, nothing waits for it:
+    an open swap, a request anywhere or a stored failure keeps it away.
+    """
+    if model not in snapshot.models or now - quiet_since < return_after:
+        return False
+    if snapshot.queue or snapshot.swaps or any(view.leases for view in snapshot.processes.values()):
+        return False
+    view = snapshot.processes.get(model)
+    if view is not None and (view.state not in DOWN or (view.failure is not None and now < view.failure.retry_at)):
+        return False
+    running = Board(snapshot, now).running(False)
+    ceilings = (snapshot.vram_ceiling, snapshot.ram_ceiling)
+    if snapshot.policy.misfit(model, running, *ceilings) is not None:
+        return False
+    return not snapshot.policy.eviction_for(model, running, *ceilings)
