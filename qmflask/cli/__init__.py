@@ -15,6 +15,7 @@ COMMANDS = {
     "completion": ("completion", "command"),
     "doctor": ("doctor", "command"),
     "estimate": ("estimate", "command"),
+    "example": ("example", "command"),
     "init": ("init", "command"),
     "load": ("loading", "load"),
     "logs": ("logs", "command"),

@@ -206,6 +206,6 @@ def nginx(folders: Iterable[Path] = NGINX_FOLDERS) -> Iterator[Finding]:
 def _site(path: Path, text: str) -> Iterator[Finding]:
     lacking = [hint for hint in _HINTS if not re.search(rf"\b{hint[0]}\s+({hint[1]})\s*;", text)]
     for name, _, value, why in lacking:
-        yield warn("nginx", f"{path} has no `{name} {value}`: {why}", "compare with conf/nginx.conf of the repository")
+        yield warn("nginx", f"{path} has no `{name} {value}`: {why}", "compare with `qmflask example nginx`")
     if not lacking:
         yield ok("nginx", f"{path} has what streams need")

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from qmflask.cli import COMMANDS, main
 from qmflask.cli.examine import configuration, nginx, ports, state
 from qmflask.cli.examine import memory as memory_findings
+from qmflask.cli.example import FILES
 from qmflask.cli.serve import arguments
 from qmflask.cli.table import span, table
 from qmflask.config import Source, load
@@ -21,7 +22,7 @@ from tests.service import REPO
 def test_every_command_has_help_and_says_its_exit_codes(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0, result.output
-    if name not in ("schema", "completion"):
+    if name not in ("schema", "completion", "example"):
         assert "Exit code:" in " ".join(result.output.split())
 
 
@@ -39,6 +40,12 @@ def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None
     path.write_text("models: {a: {}}\n")
     result = CliRunner().invoke(main, ["serve", "--config", str(path)])
     assert result.exit_code == 1 and "the configuration has errors" in result.output and "models.a" in result.output
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_examples_are_the_files_of_the_repository(name: str) -> None:
+    result = CliRunner().invoke(main, ["example", name])
+    assert result.output == (REPO / "conf" / FILES[name]).read_text()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
