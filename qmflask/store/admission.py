@@ -148,7 +148,10 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
     """
     with store.write() as tx:
         tx.execute("DELETE FROM requests WHERE id = ?", (request,))
-        tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
+        tick, waiting = tx.execute(
+            "UPDATE scheduler SET tick = tick + 1"
+            " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')"
+        ).fetchone()
         row = tx.execute(
             "UPDATE processes SET tick = ?, idle_since = ?, answered = 1 WHERE model = ? RETURNING state, hold_until",
             (tick, now, model),
@@ -156,7 +159,6 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
         if hold_until is not None and row is not None and row["hold_until"] != hold_until:
             tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))
             tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
-        waiting = tx.execute("SELECT EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')").fetchone()[0]
         return bool(waiting) or (row is not None and row["state"] == "draining")
 
 
