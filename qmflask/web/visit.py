@@ -158,6 +158,8 @@ class Visit:
         try:
             if self._sock is not None:
                 self.router.hangups.unwatch(self._sock)
+                if self._sock.fileno() >= 0:
+                    self._sock.settimeout(READ_SECONDS)  # for what the server still writes: the end of a chunked body
         finally:
             if self.body is not None:
                 self.body.close()
