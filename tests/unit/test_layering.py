@@ -44,6 +44,7 @@ LAYERS: dict[int, set[str]] = {
     3: {
         "configuration",
         "meter",
+        "hints",
         "accounts",
         "trees",
         "swaps",
