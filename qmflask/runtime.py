@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from qmflask import journal
 from qmflask.router import Router
+from qmflask.shutdown import stop_models
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +73,22 @@ class Runtime:
                 router = Router(source, state_path(source), alive, max(1, threads - reserve), _viewers(reserve))
                 router.start()
                 self._router, self._pid = router, os.getpid()
+                if worker is None:
+                    atexit.register(self.stop, models_too=True)
             return self._router
 
-    def stop(self) -> None:
-        """End the Router of this process, if there is one."""
+    def stop(self, *, models_too: bool = False) -> None:
+        """End the Router of this process, if there is one.
+
+        `models_too`, where no hook of the server stops the models: the last worker of a master that lives on does it
+        (DESIGN, promise 7). If the master is gone, they stay for the next start to adopt.
+        """
         with self._lock:
             router, self._router = self._router, None
         if router is not None and self._pid == os.getpid():
-            router.stop()
+            last = router.stop()
+            if last and models_too:
+                stop_models(router.state)
 
 
 def _gunicorn_worker() -> Any:

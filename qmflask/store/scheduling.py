@@ -61,6 +61,15 @@ def set_state(tx: sqlite3.Connection, model: str, new: State, reason: str | None
     bump(tx)
 
 
+def restore(tx: sqlite3.Connection, model: str, state: State, reason: str, **columns: Any) -> None:
+    """Enter a process that lives but has no row: the one state that no transition leads to. Its idle time begins."""
+    tx.execute("INSERT OR IGNORE INTO processes (model) VALUES (?)", (model,))
+    columns = {"state": state.value, "reason": reason, "changed_wall": time.time(), **columns}
+    update_process(tx, model, idle_since=time.monotonic_ns(), **columns)
+    tx.execute("UPDATE processes SET generation = (SELECT generation FROM scheduler) WHERE model = ?", (model,))
+    bump(tx)
+
+
 def _count(tx: sqlite3.Connection, model: str, new: State, reason: str | None, columns: Mapping[str, Any]) -> None:
     """What operators count of states: starts, loads with their time, stops by cause, failed starts by code."""
     tally = counters.Tally()
@@ -218,6 +227,15 @@ def drop_dead_workers(tx: sqlite3.Connection, dead: Collection[str]) -> int:
     if dead:
         bump(tx)
     return gone
+
+
+def sign_off(tx: sqlite3.Connection, worker: str, master: str) -> list[tuple[int, int]]:
+    """Remove a worker that ends; returns (pid, start ticks) of the others of its master, alive or not."""
+    tx.execute("DELETE FROM requests WHERE worker = ?", (worker,))
+    tx.execute("DELETE FROM workers WHERE id = ?", (worker,))
+    bump(tx)
+    rows = tx.execute("SELECT pid, start_ticks FROM workers WHERE master = ?", (master,))
+    return [(row["pid"], row["start_ticks"]) for row in rows]
 
 
 def drop_strangers(tx: sqlite3.Connection) -> None:
