@@ -175,8 +175,7 @@ class Store:
                 connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
                 # Ids of a store that was lost must not come again: workers still hold some of them.
                 first = time.time_ns() // 1000
-                for table in ("requests", "swaps"):
-                    connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table, first))
+                connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('requests', ?)", (first,))
             elif row["boot_id"] != self.boot_id:
                 for statement in _statements(FORGET_ON_BOOT):
                     connection.execute(statement)
