@@ -25,11 +25,16 @@ RESERVE = 12
 
 
 def source_path() -> Path:
-    """The configuration's file or folder: `QMFLASK_CONFIG`, else the shipped one."""
+    """The configuration's file or folder: `QMFLASK_CONFIG`, else the demonstration."""
     given = os.environ.get("QMFLASK_CONFIG")
-    if given:
-        return Path(given).expanduser().absolute()
-    return Path(__file__).resolve().parent.parent / "conf" / "quartermaster.yaml"
+    return Path(given).expanduser().absolute() if given else demonstration()
+
+
+def demonstration() -> Path:
+    """The shipped configuration: the one of the repository, where its readers change it, else the package's."""
+    package = Path(__file__).resolve().parent
+    in_repository = package.parent / "conf" / "quartermaster.yaml"
+    return in_repository if in_repository.exists() else package / "conf" / "quartermaster.yaml"
 
 
 def state_path(source: Path) -> Path:

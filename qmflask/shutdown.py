@@ -21,10 +21,11 @@ log = logging.getLogger(__name__)
 LOCK_WAIT = 2.0
 
 
-def stop_models(state: Path) -> bool:
+def stop_models(state: Path, *, kept: bool = True) -> bool:
     """Stop all models by their rows, in parallel, bounded by the largest `unloadTimeout`.
 
-    False, and nothing is done, when somebody else leads (a new master after USR2), or with `onShutdown: keep`.
+    False, and nothing is done, when somebody else leads (a new master after USR2), or with `onShutdown: keep`, unless
+    `kept` is False: somebody wants those stopped too.
     """
     if not (state / "state.db").exists():
         return False
@@ -36,7 +37,7 @@ def stop_models(state: Path) -> bool:
         time.sleep(0.05)
     store = Store(state, processes.boot_id())
     try:
-        if _kept(store, state):
+        if kept and _kept(store, state):
             return False
         _stop(store, scheduling.take_office(store, "shutdown", time.monotonic_ns()))
         return True

@@ -8,12 +8,24 @@ import click
 
 from qmflask import __version__
 
-#: Command -> module of this package whose `command` it is. A new command needs a line here.
+#: Command -> module of this package and the command in it. A new command needs a line here.
 COMMANDS = {
-    "check": "check",
-    "estimate": "estimate",
-    "plan": "plan",
-    "schema": "schema",
+    "cancel": ("asking", "cancel"),
+    "check": ("check", "command"),
+    "completion": ("completion", "command"),
+    "doctor": ("doctor", "command"),
+    "estimate": ("estimate", "command"),
+    "example": ("example", "command"),
+    "init": ("init", "command"),
+    "load": ("loading", "load"),
+    "logs": ("logs", "command"),
+    "plan": ("plan", "command"),
+    "ps": ("ps", "command"),
+    "reload": ("asking", "reload"),
+    "schema": ("schema", "command"),
+    "serve": ("serve", "command"),
+    "top": ("top", "command"),
+    "unload": ("loading", "unload"),
 }
 
 
@@ -26,10 +38,10 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, or None when there is none of that name."""
-        module = COMMANDS.get(cmd_name)
-        if module is None:
+        module, name = COMMANDS.get(cmd_name, ("", ""))
+        if not module:
             return None
-        found = import_module(f"qmflask.cli.{module}").command
+        found = getattr(import_module(f"qmflask.cli.{module}"), name)
         assert isinstance(found, click.Command)
         return found
 
@@ -37,4 +49,13 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="qmflask")
 def main() -> None:
-    """One OpenAI- and Anthropic-compatible endpoint in front of many local model servers."""
+    """One OpenAI- and Anthropic-compatible endpoint in front of many local model servers.
+
+    \b
+    QMFLASK_URL      the running service [http://127.0.0.1:8080], also unix:/PATH
+    QMFLASK_API_KEY  its key, where it has keys; most commands need an admin's
+    QMFLASK_CONFIG   the configuration, a file or a folder
+    QMFLASK_STATE    the state directory
+
+    Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 no service.
+    """

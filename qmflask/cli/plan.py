@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import click
 
+from qmflask.cli.service import Down, connect, json_option, quoted, url_option
 from qmflask.config import ConfigError, load
 from qmflask.config.units import GIB
 from qmflask.configfiles import read_sources
@@ -29,8 +27,8 @@ from qmflask.policy.rules import make_rules
 @click.option("--running", default="", help="Models that run, coldest first, separated by commas.")
 @click.option("--ceiling", type=float, help="The live VRAM ceiling in GiB.")
 @click.option("--cases", type=click.Path(path_type=Path, exists=True), help="Answer all cases of a JSON file.")
-@click.option("--url", envvar="QMFLASK_URL", default="http://127.0.0.1:8080", help="The running service.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@url_option
+@json_option
 def command(
     model: str | None,
     config_path: Path | None,
@@ -44,7 +42,7 @@ def command(
 
     Asks the running service (its key in QMFLASK_API_KEY). With --config it answers for the given --running models
     instead, without a service; with --cases for every case of a file: [{id, config, liveCeilingGB, target, running}].
-    Exit code: 0 answered, 1 no answer, 2 wrong usage.
+    Exit code: 0 answered, 1 no answer, 2 wrong usage, 3 no service.
     """
     if cases is not None:
         _print_cases(_answer_cases(json.loads(cases.read_text(encoding="utf-8"))), as_json)
@@ -114,23 +112,11 @@ def _print_cases(answers: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _ask(url: str, model: str) -> dict[str, Any]:
-    address = f"{url.rstrip('/')}/api/plan?model={urllib.parse.quote(model, safe='')}"
-    request = urllib.request.Request(address)
-    if key := os.environ.get("QMFLASK_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")
-        try:
-            text = json.loads(text)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise click.ClickException(f"{address}: {error.code} {text}") from None
-    except OSError as error:
-        raise click.ClickException(f"no service at {url} ({error}); --config FILE answers without one") from None
+        body: dict[str, Any] = connect(url).get(f"/api/plan?model={quoted(model)}")
+    except Down as down:
+        raise Down(f"{down.message}; --config FILE answers without one") from None
+    return body
 
 
 def _lines(body: dict[str, Any]) -> list[str]:

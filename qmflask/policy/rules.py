@@ -38,13 +38,14 @@ def make_rules(config: Config, learned: Mapping[str, tuple[int, int]]) -> Rules:
 
 
 def _rule(config: Config, model: Model) -> ModelRule:
+    group = config.groups.get(model.group)  # the matrix has none
     return ModelRule(
         id=model.id,
         concurrency_limit=model.concurrency_limit,
         priority=config.priority.get(model.id, 0),
         renders=bool({"image", "video"} & set(model.capabilities.out)),
         ttl=model.ttl * SECOND,
-        displace=model.displace and config.groups[model.group].displace,
+        displace=model.displace and (group is None or group.displace),
         patience=model.patience_ms * MILLISECOND,
     )
 

@@ -66,6 +66,11 @@ def prepare_state_directory(path: Path) -> list[str]:
         raise StoreError(
             f"state directory {path}: {err.strerror}; set QMFLASK_STATE to a writable local folder"
         ) from err
+    return place_faults(path)
+
+
+def place_faults(path: Path) -> list[str]:
+    """Warnings about where an existing state directory is. Raises StoreError where locks do not hold."""
     kind = _filesystem_of(path)
     if kind in _NETWORK_FILESYSTEMS:
         raise StoreError(

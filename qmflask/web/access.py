@@ -12,7 +12,10 @@ from qmflask.recording import MILLISECOND, Access, remote_of
 from qmflask.router import Router
 
 #: What is asked for every few seconds by machines and open pages tells nobody anything.
-SILENT = ("/wol-health", "/health", "/metrics", "/api/performance", "/api/status", "/api/logs", "/ui/static")
+SILENT = (
+    *("/wol-health", "/health", "/metrics", "/ui/static"),
+    *("/api/performance", "/api/status", "/api/logs", "/api/plan", "/api/metrics"),
+)
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:

@@ -32,7 +32,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     @routes.get("/logs")
     def history() -> Response:
         if "text/html" in request.headers.get("Accept", ""):
-            return Response(status=302, headers=[("Location", "/ui/")])
+            return Response(status=302, headers=[("Location", f"{request.script_root}/ui/")])
         tail = Tail(_sources(router(), ""), HISTORY)
         try:
             return Response(tail.read(), headers=_HEADERS, content_type="text/plain; charset=utf-8")

@@ -126,6 +126,10 @@ def test_streams_have_slots_of_their_own_and_give_them_back(start_service: Start
         assert found == [200, 200, 503, 503]
         assert service.chat("alpha").status == 200, "inference has its own slots"
     eventually(lambda: status_of(service, "/logs/stream/proxy") == 200, "the slots are free again")
+    for _ in range(4):  # twice the slots: followers that hang up without a word
+        with socket.create_connection(("127.0.0.1", service.port)) as sock:
+            sock.sendall(b"GET /logs/stream/alpha HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert sock.recv(20).startswith(b"HTTP/1.1 200")
 
 
 def test_following_survives_the_leader_and_ends_with_the_worker(start_service: StartService) -> None:
@@ -152,7 +156,7 @@ def test_following_survives_the_leader_and_ends_with_the_worker(start_service: S
     assert text.count("leading: term") >= 2
 
 
-@pytest.mark.parametrize("where", ["upstream", "none", "both"])
+@pytest.mark.parametrize("where", ["none", "both"])
 def test_log_to_stdout(start_service: StartService, where: str) -> None:
     service = start_service(lambda s: {**two(s), "logToStdout": where, "logTimeFormat": "rfc3339"}, workers=2)
     service.chat("alpha")
@@ -186,12 +190,3 @@ def test_json_lines_and_hostile_requests(start_service: StartService) -> None:
     )
     assert row["error"].startswith("no router")
     assert all({"time", "level"} <= set(row) for row in rows)
-
-
-def test_a_hung_up_follower_frees_its_thread(start_service: StartService) -> None:
-    service = start_service(two, workers=1, threads=16)
-    for _ in range(6):
-        with socket.create_connection(("127.0.0.1", service.port)) as sock:
-            sock.sendall(b"GET /logs/stream/alpha HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert sock.recv(20).startswith(b"HTTP/1.1 200")
-        eventually(lambda: status_of(service, "/logs/stream/alpha") == 200, "a slot is free again")

@@ -80,10 +80,11 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
     with service.stream("beta", headers={"X-Fake": "chunks=3, interval=0.5"}) as stream:
         next(iter(stream))
         assert value(scrape(service), "qmflask_requests_in_flight", model="beta") == 1
+    assert_dashboard_and_page_agree(service)
 
 
-def test_the_dashboard_asks_only_for_metrics_that_are_there(start_service: StartService) -> None:
-    service = start_service({"models": {}}, workers=1)
+def assert_dashboard_and_page_agree(service: Service) -> None:
+    """The dashboard asks only for what is there, and the documentation names all of it."""
     eventually(lambda: "llamaswap_gpu_util_percent" in service.get("/metrics").body.decode(), "the first sample")
     families = text_string_to_metric_families(service.get("/metrics").body.decode())
     # A counter's family goes without its `_total`, a histogram's without `_bucket`.

@@ -206,7 +206,7 @@ def test_hostile_names_logs_and_answers_are_only_text(
     tab.goto(f"{service.url}/ui/#logs/shout")
     red = tab.locator(".logbox .f1", has_text="red")
     red.wait_for()
-    assert "<script>" in tab.locator(".logbox").inner_text()
+    assert "<script>" in tab.locator(".logbox").text_content()
     tab.get_by_label("Show lines with this text").fill("no such text")
     tab.get_by_text("0 lines").wait_for()
     for view in ("queue", "activity", "plan", f"plan/{EVIL}"):
@@ -244,6 +244,21 @@ def test_phone_keyboard_and_empty_states(start_service: StartService, open_page:
     for _ in range(4):
         tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement !== document.body")
+
+
+def test_a_key_without_admin_is_told_so(start_service: StartService, open_page: Callable[..., Page]) -> None:
+    keys = [{"key": "chat-only", "models": ["alpha"], "admin": False}, "all"]
+    service = start_service(
+        lambda s: {"models": {"alpha": {"cmd": s.fake("alpha")}}, "apiKeys": keys}, workers=1, threads=32
+    )
+    assert service.get("/ui/").status == 401
+    login = {"http_credentials": {"username": "x", "password": "chat-only"}}
+    page = open_page(service, **login)
+    page.tab.goto(f"{service.url}/ui/")
+    page.tab.get_by_text("it needs a key with admin: true").wait_for()
+    admin = open_page(service, http_credentials={"username": "x", "password": "all"}).open()
+    button(card(admin, "alpha"), "Load").click()
+    card(admin, "alpha").locator(".pill.ready").wait_for()
 
 
 def test_eight_pages_on_few_slots_all_show_changes(start_service: StartService, open_page: Callable[..., Page]) -> None:

@@ -64,7 +64,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime",
     },
     4: {"web", "app"},
-    5: {"cli", "demo"},
+    5: {"cli", "demo", "gunicorn_conf"},
 }
 
 #: (importer, imported) within one layer, each a decision; everything else goes downwards.

@@ -61,27 +61,28 @@ function title() {
   document.title = `${mark} ${VIEWS[shown || "overview"][0]} – qmflask`;
 }
 
-function frame({ status, link }) {
+function frame({ status, link, refusal }) {
   const element = document.getElementById("link");
   element.dataset.state = link;
   say(element.querySelector(".text"), LINK[link]);
   title();
+  notices(status, link, refusal);
   if (!status) return;
   const waiting = status.requests.filter((request) => request.state === "queued").length;
   const badge = document.querySelector('#views a[data-view="queue"] .badge');
   badge.hidden = waiting === 0;
   say(badge, waiting);
   badge.setAttribute("aria-label", `${waiting} waiting`);
-  notices(status, link);
 }
 
 let noticed = "";
 
-function notices(status, link) {
+function notices(status, link, refusal) {
   const found = [];
-  if (link === "lost") found.push(["bad", "No answer", "qmflask does not answer. What is shown is old; it is asked again every 2 s."]);
-  if (!status.service.leader) found.push(["bad", "No scheduler", "No worker leads: nothing is loaded until one does, usually within a second."]);
-  if (status.service.config_error) {
+  if (link === "lost" && refusal) found.push(["bad", "Not allowed", `${refusal}. This page shows what everybody does; it needs a key with admin: true.`]);
+  else if (link === "lost") found.push(["bad", "No answer", "qmflask does not answer. What is shown is old; it is asked again every 2 s."]);
+  if (status && !status.service.leader) found.push(["bad", "No scheduler", "No worker leads: nothing is loaded until one does, usually within a second."]);
+  if (status?.service.config_error) {
     found.push(["warn", "Configuration", `The changed file is not in force, the one before it is:\n${status.service.config_error}`]);
   }
   const key = JSON.stringify(found);

@@ -12,7 +12,7 @@ let reopenTimer = 0;
 let state = "connecting";
 
 /** The newest status, null before the first; `at` is this page's clock when it came. */
-export const box = { status: null, at: 0, link: "connecting" };
+export const box = { status: null, at: 0, link: "connecting", refusal: "" };
 
 /** Seconds that have passed here since the status was made: clocks go on between two messages. */
 export function elapsed() {
@@ -82,12 +82,15 @@ async function poll() {
   try {
     const status = await get("api/status");
     if (pollTimer) {
+      box.refusal = "";
       if (state !== "polling") setState("polling");
       take(status);
       for (const listener of recordListeners) listener(0);
     }
-  } catch {
-    if (state !== "lost") setState("lost");
+  } catch (error) {
+    // A key that may chat need not be allowed to see what others do.
+    box.refusal = [401, 403].includes(error.status) ? error.message : "";
+    setState("lost");
   }
 }
 

@@ -1,0 +1,120 @@
+"""Command lines, completion and the doctor's eyes, without a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qmflask.cli import COMMANDS, main
+from qmflask.cli.examine import configuration, nginx, ports, state
+from qmflask.cli.examine import memory as memory_findings
+from qmflask.cli.example import FILES
+from qmflask.cli.serve import arguments
+from qmflask.cli.table import span, table
+from qmflask.config import Source, load
+from qmflask.memory.samples import GIB, Card
+from tests.service import REPO
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_and_says_its_exit_codes(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    if name not in ("schema", "completion", "example"):
+        assert "Exit code:" in " ".join(result.output.split())
+
+
+def test_serve_leaves_to_the_settings_what_is_not_given() -> None:
+    assert arguments((), None, None)[-2:] == ["-c", "python:qmflask.gunicorn_conf"]
+    full = arguments(("unix:/s", ":80"), 3, 7, ("--log-level", "debug"))
+    assert full[full.index("-c") + 2 :] == [
+        *("--bind", "unix:/s", "--bind", ":80", "--workers", "3"),
+        *("--threads", "7", "--worker-connections", "7", "--log-level", "debug"),
+    ]
+
+
+def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("models: {a: {}}\n")
+    result = CliRunner().invoke(main, ["serve", "--config", str(path)])
+    assert result.exit_code == 1 and "the configuration has errors" in result.output and "models.a" in result.output
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_examples_are_the_files_of_the_repository(name: str) -> None:
+    result = CliRunner().invoke(main, ["example", name])
+    assert result.output == (REPO / "conf" / FILES[name]).read_text()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script(shell: str) -> None:
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0 and "_QMFLASK_COMPLETE" in result.output
+
+
+def test_completion_of_models_without_a_service(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("models: {alpha: {cmd: 'x ${PORT}', aliases: [also]}, beta: {cmd: 'x ${PORT}'}}\n")
+    environ = {
+        "_QMFLASK_COMPLETE": "bash_complete",
+        "COMP_WORDS": "qmflask load al",
+        "COMP_CWORD": "2",
+        "QMFLASK_CONFIG": str(path),
+        "QMFLASK_URL": f"unix:{tmp_path}/none",
+    }
+    result = CliRunner().invoke(main, [], prog_name="qmflask", env=environ)
+    assert result.output.split() == ["plain,alpha", "plain,also"]
+
+
+def test_tables_and_spans() -> None:
+    assert [span(s) for s in (None, 7.9, 200, 7500)] == ["-", "7s", "3m20s", "2h05m"]
+    assert table(("a", "b"), [("\x1b[31m", "x")])[1] == "\\x1b[31m  x"
+
+
+def grades(findings: object) -> list[str]:
+    return [finding.grade for finding in findings]  # type: ignore[attr-defined]
+
+
+def test_doctor_on_configurations(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    config, findings = configuration(path)
+    assert config is None and grades(findings) == ["fail"]
+    path.write_text("models: {a: {cmd: 'sleep ${PORT}'}}\nwhat: 1\n")
+    config, findings = configuration(path)
+    assert config is not None and grades(findings) == ["warn"] and "what" in findings[0].text
+
+
+def test_doctor_on_budgets() -> None:
+    config = load([Source("f", "vramBudgetGB: 30\nmodels: {a: {cmd: 'x ${PORT}'}}")], {}).config
+    found = list(memory_findings(config, (Card("u", 24 * GIB, 0),), 64 * GIB))
+    assert grades(found) == ["ok", "ok", "warn", "warn"] and "more than the 24.0 GiB" in found[2].text
+    assert grades(memory_findings(config, (), 64 * GIB)) == ["ok", "ok", "warn"], "no card: nothing to compare with"
+
+
+def test_doctor_on_the_state_directory(tmp_path: Path) -> None:
+    assert grades(state(tmp_path / "none")) == ["ok"] and not (tmp_path / "none").exists()
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o755)
+    assert "chmod 700" in " ".join(finding.mend for finding in state(folder))
+
+
+def test_doctor_on_ports(unused_tcp: int) -> None:
+    config = load([Source("f", f"startPort: {unused_tcp}\nmodels: {{a: {{cmd: 'x ${{PORT}}'}}}}")], {}).config
+    assert grades(ports(config, {"a": unused_tcp})) == ["ok"]
+
+
+@pytest.fixture
+def unused_tcp() -> int:
+    return 23_457
+
+
+def test_doctor_on_nginx(tmp_path: Path) -> None:
+    (tmp_path / "good.conf").write_text((REPO / "conf" / "nginx.conf").read_text())
+    assert grades(nginx([tmp_path])) == ["ok"]
+    (tmp_path / "good.conf").write_text("location / { proxy_pass http://127.0.0.1:8080; # proxy_buffering off;\n }")
+    found = list(nginx([tmp_path, tmp_path / "none"]))
+    assert {"warn"} == set(grades(found)) and any("proxy_buffering off" in finding.text for finding in found)
+    (tmp_path / "good.conf").write_text("location / { proxy_pass http://other; }")
+    assert not list(nginx([tmp_path]))
