@@ -169,6 +169,10 @@ class Stream:
             line += byte
         return bytes(line)
 
+    def json(self) -> Any:
+        """The whole body of an answer that is no stream, parsed."""
+        return json.loads(self._response.read())
+
     def local_port(self) -> int:
         """Our end's port, by which the worker that serves this can be found."""
         sock = self._response.fp.raw._sock if self._connection.sock is None else self._connection.sock  # type: ignore
