@@ -546,10 +546,13 @@ class Trees:
         return set()
 
     def _alive(self, tree: Tree) -> bool:
-        if tree.identity is None:  # an earlier leader may stand just before its spawn
-            members = processes.token_members(tree.token) if tree.token else []
-            return bool(members) or processes.is_held(self._lock_path(tree.model))
-        return processes.session_alive(tree.identity.pid, tree.identity) or bool(processes.token_members(tree.token))
+        """Whether anything of the tree lives, or an earlier leader stands just before its spawn."""
+        if tree.identity is not None and processes.session_alive(tree.identity.pid, tree.identity):
+            return True
+        if tree.token and processes.token_members(tree.token):
+            return True
+        # One look at the pids can miss a process that is between two of them; the tree's lock cannot be missed.
+        return processes.is_held(self._lock_path(tree.model))
 
     def _down(self, tree: Tree, row: ProcessRow) -> None:
         """No process of the session lives: stopping -> stopped, or failed when a start failed."""
