@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ def strike(point: str) -> None:
     with struck.open("a") as file:
         file.write(f"{os.getpid()}\n")
     os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+    time.sleep(0.5)  # another thread may have taken the signal: we must not run on before it reaches us
 
 
 def _mark(point: str) -> None:
