@@ -146,6 +146,16 @@ class Router:
         """True when this worker takes nothing new: streams for pages end, and their readers come back elsewhere."""
         return self._draining or self._stop.is_set() or not self._alive()
 
+    def leave(self) -> bool:
+        """Take this worker out of the list; True when the service ends with it.
+
+        That is: no worker is left, and our master is still there. With another parent the master was killed, and the
+        next start will adopt the models.
+        """
+        left = admission.remove_worker(self._store, self.worker)
+        boot = processes.boot_id()
+        return _master() == self.master and not any(Identity(pid, start, boot).alive() for pid, start in left)
+
     @property
     def live(self) -> Live:
         """The configuration in force in this process."""

@@ -108,6 +108,7 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("router", "commands"),
     ("router", "configuration"),
     ("runtime", "router"),
+    ("runtime", "shutdown"),
     ("shutdown", "trees"),
     ("app", "web"),
 }
