@@ -149,11 +149,8 @@ class Router:
         self._thread.start()
         self._leader.start()
 
-    def stop(self, timeout: float = 2.0) -> bool:
-        """Resign, answer the waiters, end the threads; leases that still run end with the process.
-
-        Returns whether this was the last worker of its master, which still lives.
-        """
+    def stop(self, timeout: float = 2.0) -> None:
+        """Resign, answer the waiters, end the threads; leases that still run end with the process."""
         self._stop.set()
         self._leader.stop(timeout)
         self._mailbox.send(self.worker, ROWS)
@@ -164,24 +161,26 @@ class Router:
         self.upstream.close()
         self._mailbox.close()
         self._children.release()
-        last = self._sign_off()
         self._store.close()
-        return last
-
-    def _sign_off(self) -> bool:
-        try:
-            with self._store.write() as tx:
-                others = scheduling.sign_off(tx, self.worker, self.master)
-        except errors.QmflaskError as error:  # the leader sees our end anyway
-            log.warning("worker %s could not sign off: %s", self.worker, error)
-            return False
-        alive = any(Identity(pid, ticks, self._store.boot_id).alive() for pid, ticks in others)
-        return not alive and _master() == self.master
 
     @property
     def ending(self) -> bool:
         """True when this worker takes nothing new: streams for pages end, and their readers come back elsewhere."""
         return self._draining or self._stop.is_set() or not self._alive()
+
+    def leave(self) -> bool:
+        """Take this worker out of the list; True when the service ends with it.
+
+        That is: no worker is left, and our master is still there. With another parent the master was killed, and the
+        next start will adopt the models.
+        """
+        try:
+            left = admission.remove_worker(self._store, self.worker)
+        except errors.QmflaskError as error:  # the leader sees our end anyway
+            log.warning("worker %s could not sign off: %s", self.worker, error)
+            return False
+        boot = processes.boot_id()
+        return _master() == self.master and not any(Identity(pid, start, boot).alive() for pid, start in left)
 
     @property
     def live(self) -> Live:

@@ -79,21 +79,25 @@ class Runtime:
                 router.start()
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
-                    atexit.register(self.stop, models_too=True)
+                    atexit.register(self._end)  # nobody will tell us
             return self._router
 
-    def stop(self, *, models_too: bool = False) -> None:
-        """End the Router of this process, if there is one.
-
-        `models_too`, where no hook of the server stops the models: the last worker of a master that lives on does it
-        (DESIGN, promise 7). If the master is gone, they stay for the next start to adopt.
-        """
+    def stop(self) -> None:
+        """End the Router of this process, if there is one."""
         with self._lock:
             router, self._router = self._router, None
         if router is not None and self._pid == os.getpid():
-            last = router.stop()
-            if last and models_too:
-                stop_models(router.state)
+            router.stop()
+
+    def _end(self) -> None:
+        """Without the server's hooks: at the end of the process resign, and stop the models if nobody serves on."""
+        router = self._router
+        if router is None or self._pid != os.getpid():
+            return  # a child of ours, or somebody has stopped it
+        last, state = router.leave(), router.state
+        self.stop()
+        if last:
+            stop_models(state)
 
 
 def _gunicorn_worker() -> Any:

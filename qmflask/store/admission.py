@@ -233,6 +233,16 @@ def register_worker(store: Store, worker: str, pid: int, start_ticks: int, maste
         )
 
 
+def remove_worker(store: Store, worker: str) -> list[tuple[int, int]]:
+    """Take a worker that ends out of the list; (pid, start ticks) of those still in it, dead ones included.
+
+    One transaction, so that of workers that end together exactly one finds nobody left.
+    """
+    with store.write() as tx:
+        tx.execute("DELETE FROM workers WHERE id = ?", (worker,))
+        return [(row["pid"], row["start_ticks"]) for row in tx.execute("SELECT pid, start_ticks FROM workers")]
+
+
 def set_draining(store: Store, worker: str) -> None:
     """Mark a worker that takes no new requests."""
     with store.write() as tx:

@@ -229,15 +229,6 @@ def drop_dead_workers(tx: sqlite3.Connection, dead: Collection[str]) -> int:
     return gone
 
 
-def sign_off(tx: sqlite3.Connection, worker: str, master: str) -> list[tuple[int, int]]:
-    """Remove a worker that ends; returns (pid, start ticks) of the others of its master, alive or not."""
-    tx.execute("DELETE FROM requests WHERE worker = ?", (worker,))
-    tx.execute("DELETE FROM workers WHERE id = ?", (worker,))
-    bump(tx)
-    rows = tx.execute("SELECT pid, start_ticks FROM workers WHERE master = ?", (master,))
-    return [(row["pid"], row["start_ticks"]) for row in rows]
-
-
 def drop_strangers(tx: sqlite3.Connection) -> None:
     """Remove rows of workers that are not registered (their registration was removed with them)."""
     tx.execute("DELETE FROM requests WHERE worker IS NOT NULL AND worker NOT IN (SELECT id FROM workers)")

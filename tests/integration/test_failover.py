@@ -1,4 +1,4 @@
-"""The leader dies, or stands still, at the worst moments: whoever takes over finishes it, and never does it twice."""
+"""The leader dies, or stands still, at the worst moments: whoever takes over finishes what was begun, never twice."""
 
 from __future__ import annotations
 
