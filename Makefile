@@ -33,7 +33,7 @@ test: $(VENV)/for-test
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/for-test
 	$(PY) -m ruff check
