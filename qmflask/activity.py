@@ -50,6 +50,8 @@ class Surroundings:
     leading: Callable[[], bool]
     load_ms: Callable[[str], float | None]
     sample: Callable[[], Mapping[str, Any]]
+    #: Whether the disk is full: then nothing is recorded, what room there is belongs to the scheduler.
+    full: Callable[[], bool] = lambda: False
 
 
 class Activity:
@@ -157,7 +159,9 @@ class Activity:
             log.exception("recording activity failed")
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Do something with the store; failures are told once a minute."""
+        """Do something with the store; failures are told once a minute. Nothing on a full disk."""
+        if self._around.full():
+            return
         try:
             step()
         except ActivityError as error:
@@ -182,7 +186,7 @@ class Activity:
             lines.append(settled.line)
             if settled.record is not None:
                 rows.append((settled.record, settled.capture))
-        if lines and self._shows_access():
+        if lines and self._shows_access() and not self._around.full():
             self._journal.write(b"".join(lines))
         if tally.rows():
             self._try(lambda: self.store.add(rows, tally))

@@ -249,15 +249,18 @@ def set_draining(store: Store, worker: str) -> None:
         tx.execute("UPDATE workers SET draining = 1 WHERE id = ?", (worker,))
 
 
-def publish_configuration(store: Store, expected: int, fingerprint: str, master: str | None) -> int | None:
-    """Make generation `expected` + 1 the one in force; None when somebody else was faster.
+def publish_configuration(
+    store: Store, expected: int, fingerprint: str, master: str | None, generation: int | None = None
+) -> int | None:
+    """Make `generation` (`expected` + 1 if not given) the one in force; None when somebody else was faster.
 
     Call it after the resolved file of that generation is on disk.
     """
+    generation = expected + 1 if generation is None else generation
     with store.write() as tx:
         done = tx.execute(
             "UPDATE scheduler SET config_generation = ?, config_fingerprint = ?, config_error = NULL, config_wall = ?,"
             " master = COALESCE(?, master), schedule_version = schedule_version + 1 WHERE config_generation = ?",
-            (expected + 1, fingerprint, time.time(), master, expected),
+            (generation, fingerprint, time.time(), master, expected),
         ).rowcount
-        return expected + 1 if done else None
+        return generation if done else None
