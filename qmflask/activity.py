@@ -7,7 +7,6 @@ answer.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ import orjson
 
 from qmflask.config import Config
 from qmflask.host import Host
-from qmflask.journal import Journal, configure, wants_json, write_all
+from qmflask.journal import Journal, configure, to_stdout, wants_json
 from qmflask.logfiles import ModelLog
 from qmflask.logtail import Tail
 from qmflask.recording import Access, LineStyle, Recording
@@ -51,6 +50,8 @@ class Surroundings:
     leading: Callable[[], bool]
     load_ms: Callable[[str], float | None]
     sample: Callable[[], Mapping[str, Any]]
+    #: Whether the disk is full: then nothing is recorded, what room there is belongs to the scheduler.
+    full: Callable[[], bool] = lambda: False
 
 
 class Activity:
@@ -158,7 +159,9 @@ class Activity:
             log.exception("recording activity failed")
 
     def _try(self, step: Callable[[], None]) -> None:
-        """Do something with the store; failures are told once a minute."""
+        """Do something with the store; failures are told once a minute. Nothing on a full disk."""
+        if self._around.full():
+            return
         try:
             step()
         except ActivityError as error:
@@ -183,7 +186,7 @@ class Activity:
             lines.append(settled.line)
             if settled.record is not None:
                 rows.append((settled.record, settled.capture))
-        if lines and self._shows_access():
+        if lines and self._shows_access() and not self._around.full():
             self._journal.write(b"".join(lines))
         if tally.rows():
             self._try(lambda: self.store.add(rows, tally))
@@ -221,7 +224,7 @@ class Activity:
         assert self._echo is not None
         while data := self._echo.read():
             if self._around.leading():
-                write_all(sys.stdout.fileno(), data)
+                to_stdout(data)
 
     def _end_echo(self) -> None:
         if self._echo is not None:

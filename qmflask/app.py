@@ -98,7 +98,7 @@ def _failed(error: Exception) -> Response:
     return failures.answer(error, request.environ)
 
 
-# -- what gunicorn.conf.py calls ------------------------------------------------------------------------------
+# -- what gunicorn_conf.py calls -------------------------------------------------------------------------------
 
 
 def start_worker(worker: Any) -> None:
@@ -110,6 +110,11 @@ def start_worker(worker: Any) -> None:
         complain(error)
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
     if getattr(worker, "age", 1) == 1:  # one worker says it for all
+        if type(worker).__name__ == "SyncWorker":
+            log.warning(
+                "the sync worker serves one request at a time in each process: whoever waits for a model blocks it, "
+                "status pages included; use --worker-class gthread --threads 64"
+            )
         auth.warn_if_open(router.live.config, [listener.getsockname() for listener in worker.sockets])
 
 

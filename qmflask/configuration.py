@@ -39,6 +39,7 @@ class Configuration:
         self._lock = threading.Lock()
         self._live: Live | None = None
         self._learned: Mapping[str, tuple[int, int]] = {}
+        self.master = ""
         self._seen = ""
         self._doubted = ""
         self._next_look = 0
@@ -55,6 +56,7 @@ class Configuration:
         A worker forked again under the same master must come up though the file has been broken meanwhile; a new
         master must not start with a file that its user will not find in force.
         """
+        self.master = master
         with store.read() as tx:
             row = reading.scheduler(tx)
         if row.config_generation and row.master == master:
@@ -76,8 +78,13 @@ class Configuration:
         return self.take_up(store, generation)
 
     def take_up(self, store: Store, generation: int) -> Live:
-        """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing."""
+        """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing.
+
+        Generation 0 is a store that was lost and begun anew: what we serve with is published there again.
+        """
         with self._lock:
+            if generation == 0 and self._live is not None:
+                generation = self._publish_again(store, self._live)
             if self._live is None or self._live.generation != generation:
                 config = read_resolved(self._state, generation)
                 self._learned = self._read_learned(store)
@@ -137,6 +144,20 @@ class Configuration:
             return None
         self.take_up(store, published)
         return ""
+
+    def _publish_again(self, store: Store, live: Live) -> int:
+        with store.read() as tx:
+            generation = reading.scheduler(tx).config_generation
+        if generation == 0:
+            log.warning("the state store is new: publishing configuration %d again", live.generation)
+            write_resolved(self._state, live.generation, live.config)
+            generation = (
+                admission.publish_configuration(store, 0, self._seen or self._mark(), self.master, live.generation) or 0
+            )
+        if generation == 0:  # somebody else was faster
+            with store.read() as tx:
+                generation = reading.scheduler(tx).config_generation
+        return generation
 
     def _load(self) -> Config:
         loaded = load_path(self.source, os.environ)

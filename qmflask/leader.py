@@ -8,8 +8,9 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from qmflask import processes
 from qmflask.config import Config
@@ -17,8 +18,10 @@ from qmflask.election import Candidacy
 from qmflask.errors import QmflaskError
 from qmflask.policy.rules import Rules
 from qmflask.processes import Children, Identity
-from qmflask.store import Deposed, Store, reading, scheduling
+from qmflask.rebuild import GRACE, restore, survivors
+from qmflask.store import Deposed, Store, StoreError, reading, scheduling
 from qmflask.term import Term
+from qmflask.writelock import WriteLockWatch
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class Duties:
     configuration: Callable[[], tuple[int, Config, Rules]]
     send: Callable[[str, bytes], None]
     alive: Callable[[], bool]
+    workers: Callable[[], Collection[int]]
     on_elected: Callable[[Store, int], None]
     on_turn: Callable[[Store, int, int], None]
 
@@ -47,8 +51,9 @@ class Duties:
 class Leader:
     """Stands until it wins, leads until its worker drains, is deposed or told to stop; owns two threads."""
 
-    def __init__(self, open_store: Callable[[], Store], children: Children, duties: Duties) -> None:
+    def __init__(self, open_store: Callable[[], Store], database: Path, children: Children, duties: Duties) -> None:
         self._open_store = open_store
+        self._database = database
         self._children = children
         self._duties = duties
         self._stop = threading.Event()
@@ -90,7 +95,9 @@ class Leader:
         self._candidacy = candidacy = Candidacy(store.directory)
         try:
             while self._may_stand():
-                if candidacy.try_win():
+                if store.replaced():
+                    self._reopen(store)
+                elif candidacy.try_win():
                     self._lead(store, candidacy)
                 else:
                     self._stand_by(store)
@@ -98,12 +105,28 @@ class Leader:
             candidacy.resign()
             store.close()
 
+    def _reopen(self, store: Store) -> None:
+        try:
+            store.reopen()
+        except (QmflaskError, StoreError, OSError) as error:
+            log.error("the new state store cannot be opened: %s", error)
+            self._stop.wait(POLL)
+
+    def _take_up_survivors(self, store: Store, generation: int) -> None:
+        """On a fresh store: give the workers a moment to enter their leases again before anything is decided."""
+        if not survivors(store):
+            return
+        log.warning("the state store is new, but models run: waiting %g s for the leases on them", GRACE)
+        self._stop.wait(GRACE)
+        restore(store, generation, survivors(store))
+
     def _lead(self, store: Store, candidacy: Candidacy) -> None:
         """One term, from the won lock to the released one."""
         generation = None
         try:
             generation = scheduling.take_office(store, self._duties.worker, time.monotonic_ns())
             self._duties.on_elected(store, generation)
+            self._take_up_survivors(store, generation)
             self._last_turn = time.monotonic_ns()
             term = Term(
                 store,
@@ -115,7 +138,7 @@ class Leader:
                 self._note_turn,
             )
             self._term = term
-            term.run(lambda: self._may_stand() and candidacy.held and self._turned(store, generation))
+            term.run(lambda: self._may_go_on(store, candidacy, generation))
         except Deposed as event:
             log.warning("no longer leading: %s", event)
         except QmflaskError as error:
@@ -131,9 +154,10 @@ class Leader:
                 self._write_vacancy(store, generation)
             candidacy.resign()
 
-    def _turned(self, store: Store, generation: int | None) -> bool:
-        if generation is not None:
-            self._duties.on_turn(store, generation, time.monotonic_ns())
+    def _may_go_on(self, store: Store, candidacy: Candidacy, generation: int) -> bool:
+        if not (self._may_stand() and candidacy.held) or store.replaced():
+            return False
+        self._duties.on_turn(store, generation, time.monotonic_ns())
         return True
 
     def _note_turn(self, now: int) -> None:
@@ -146,8 +170,13 @@ class Leader:
             log.warning("could not write that nobody leads: %s", error)
 
     def _watch_own_tick(self) -> None:
-        """Resign when a tick hangs: the lock is released from here, and the term's next write is refused."""
+        """Resign when a tick hangs: the lock is released from here, and the term's next write is refused.
+
+        This thread also sees who stands still in a write of the store, since all others may be waiting for him.
+        """
+        write_lock = WriteLockWatch(self._database, self._duties.workers)
         while not self._stop.wait(0.5):
+            write_lock.look(time.monotonic_ns())
             term, candidacy = self._term, self._candidacy
             if term is not None and candidacy is not None and time.monotonic_ns() - self._last_turn > HUNG:
                 log.error("the scheduler's tick hangs for %d s: resigning", HUNG // SECOND)

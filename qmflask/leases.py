@@ -95,8 +95,9 @@ class Lease:
 class Waiter:
     """One request thread that waits for its row to change; woken by the mailbox thread or by its client's end."""
 
-    def __init__(self, request: int) -> None:
+    def __init__(self, request: int, arrival: Arrival) -> None:
         self.request = request
+        self.arrival = arrival
         self.outcome: Ended | errors.QmflaskError | None = None
         self.woken = threading.Event()
 
@@ -124,7 +125,7 @@ class Pending:
         self.arrival = arrival
         self._client = client
         self._hold_ms = hold_ms
-        self._waiter = Waiter(request)
+        self._waiter = Waiter(request, arrival)
         self._open = True
         self._detach = client.attach(self._waiter.woken.set)
         try:

@@ -15,6 +15,7 @@ import orjson
 
 from qmflask import errors, processes
 from qmflask.activity import Activity, Surroundings
+from qmflask.ballast import Ballast
 from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.hangup import Client, HangupWatcher
@@ -63,6 +64,8 @@ class Router:
         assert identity is not None
         self.worker = f"{identity.pid}-{identity.start_ticks}"
         self.master = _master()
+        self._ballast = Ballast(state)
+        self._full = not self._ballast.take()
         self._store = self._open_store()
         self._configuration = Configuration(source, state)
         self._configuration.boot(self._store, self.master)
@@ -81,12 +84,29 @@ class Router:
         self._draining = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
-        self._leader = Leader(self._open_store, self._children, self._duties())
+        self._leader = Leader(self._open_store, self._store.path, self._children, self._duties())
         self.activity = Activity(state, self._surroundings())
-        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+        self._start_ticks = identity.start_ticks
+        self._registered = False
+        self._register()
+
+    def _register(self) -> None:
+        """Enter this worker; a store that is locked or full just now must not keep it from coming up."""
+        try:
+            admission.register_worker(self._store, self.worker, self.pid, self._start_ticks, self.master)
+            self._registered = True
+        except errors.QmflaskError as error:
+            log.warning("worker %s is not entered yet: %s", self.worker, error)
+            self._registered = False
 
     def _open_store(self) -> Store:
-        return Store(self.state, processes.boot_id())
+        store = Store(self.state, processes.boot_id())
+        store.on_full = self._give_up_ballast
+        return store
+
+    def _give_up_ballast(self) -> None:
+        self._full = True
+        self._ballast.give_up()
 
     def _duties(self) -> Duties:
         def configuration() -> tuple[int, Any, Any]:
@@ -98,6 +118,7 @@ class Router:
             configuration=configuration,
             send=self._send,
             alive=lambda: self._alive() and not self._stop.is_set(),
+            workers=self._worker_pids,
             on_elected=self._elected,
             on_turn=self._on_turn,
         )
@@ -119,6 +140,7 @@ class Router:
             leading=lambda: self._leader.leading,
             load_ms=load_ms,
             sample=sample,
+            full=lambda: self._full,
         )
 
     def start(self) -> None:
@@ -145,6 +167,20 @@ class Router:
     def ending(self) -> bool:
         """True when this worker takes nothing new: streams for pages end, and their readers come back elsewhere."""
         return self._draining or self._stop.is_set() or not self._alive()
+
+    def leave(self) -> bool:
+        """Take this worker out of the list; True when the service ends with it.
+
+        That is: no worker is left, and our master is still there. With another parent the master was killed, and the
+        next start will adopt the models.
+        """
+        try:
+            left = admission.remove_worker(self._store, self.worker)
+        except errors.QmflaskError as error:  # the leader sees our end anyway
+            log.warning("worker %s could not sign off: %s", self.worker, error)
+            return False
+        boot = processes.boot_id()
+        return _master() == self.master and not any(Identity(pid, start, boot).alive() for pid, start in left)
 
     @property
     def live(self) -> Live:
@@ -177,6 +213,7 @@ class Router:
 
     def admit(self, live: Live, model: str, client: Client, ask: Ask = NO_WISHES) -> Lease | Pending:
         """Grant at once, or queue: then the caller waits on what is returned and closes it. Raises like `lease`."""
+        self._refuse_when_full()
         arrival = self._arrival("infer", live, model, ask)
         mails = self._mails
         while True:
@@ -196,10 +233,15 @@ class Router:
             return self.enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
         return Pending(self, outcome.id, live, arrival, client, ask.hold_ms, mails)
 
+    def _refuse_when_full(self) -> None:
+        if self._full:
+            raise errors.StoreFull(f"the disk with {self.state} is full; free some space", retry_after=10)
+
     def lease_peer(self, live: Live, name: str, client: Client, ask: Ask = NO_WISHES) -> Lease:
         """Enter a request that a peer answers: nobody schedules it, but it is listed and can be cancelled."""
         if self._draining:
             raise errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1)
+        self._refuse_when_full()
         arrival = self._arrival("peer", live, name, ask)
         row = admission.reinsert(self._store, arrival, arrival.arrival)
         return self.enter(row, "", live, arrival, client, None, paid=False)
@@ -442,10 +484,13 @@ class Router:
     def _keep_house(self) -> None:
         """Once a second: reap, follow the configuration and the leader, compare our leases with our rows."""
         self._children.reap()
+        self._full = not self._ballast.take()
         if not self._alive() and not self._draining:
             self._drain()
         if self._store.replaced():
             self._move_to_new_store()
+        if not self._registered:
+            self._register()
         self._configuration.refresh(self._store)
         state = self._find_leader()
         now = time.monotonic_ns()
@@ -470,12 +515,16 @@ class Router:
             lease.client.cancel("idle")
 
     def _move_to_new_store(self) -> None:
-        """The file was removed or replaced: open the new one and enter ourselves and our leases again."""
+        """The file was removed or replaced: open the new one and enter ourselves, our leases and waiters again."""
         log.warning("the state store was replaced: entering %d leases again", len(self._leases))
         self._store.reopen()
-        identity = Identity.of(self.pid)
-        assert identity is not None
-        admission.register_worker(self._store, self.worker, self.pid, identity.start_ticks, self.master)
+        self._register()
+        self._configuration.refresh(self._store)
+        self._reconcile()
+
+    def _worker_pids(self) -> set[int]:
+        with self._store.read() as tx:
+            return {row.pid for row in reading.workers(tx)}
 
     def _find_leader(self) -> SchedulerRow:
         """Whom to wake."""
@@ -488,7 +537,10 @@ class Router:
         """For leases of a live worker its memory is the truth."""
         with self._lock:
             leases, known = dict(self._leases), {*self._leases, *self._waiters}
+            waiters = dict(self._waiters)
         own = admission.own_rows(self._store, self.worker)
+        for request in waiters.keys() - own:
+            self._queue_again(waiters[request])
         for request in leases.keys() - own:
             lease = leases[request]
             new = admission.reinsert(self._store, lease.arrival, lease.granted_at)
@@ -506,6 +558,19 @@ class Router:
             log.warning("dropping %d rows whose requests have ended", len(stale))
             admission.drop_rows(self._store, sorted(stale))
             self.wake_leader()
+
+    def _queue_again(self, waiter: Waiter) -> None:
+        """Enter the row of a waiting request again that the store has lost."""
+        arrival = waiter.arrival
+        new = admission.enqueue(self._store, arrival, "queued" if arrival.kind == "infer" else "pending")
+        with self._lock:
+            found = self._waiters.get(waiter.request) is waiter
+            if found:
+                self._waiters[new] = self._waiters.pop(waiter.request)
+                waiter.request = new
+        if not found:
+            admission.drop_rows(self._store, [new])
+        self.wake_leader()
 
     # -- leading ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from qmflask import journal
 from qmflask.router import Router
+from qmflask.shutdown import stop_models
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class Runtime:
                 router = Router(source, state_path(source), alive, max(1, threads - reserve), _viewers(reserve))
                 router.start()
                 self._router, self._pid = router, os.getpid()
+                if worker is None:
+                    atexit.register(self._end)  # nobody will tell us
             return self._router
 
     def stop(self) -> None:
@@ -84,6 +88,16 @@ class Runtime:
             router, self._router = self._router, None
         if router is not None and self._pid == os.getpid():
             router.stop()
+
+    def _end(self) -> None:
+        """Without the server's hooks: at the end of the process resign, and stop the models if nobody serves on."""
+        router = self._router
+        if router is None or self._pid != os.getpid():
+            return  # a child of ours, or somebody has stopped it
+        last, state = router.leave(), router.state
+        self.stop()
+        if last:
+            stop_models(state)
 
 
 def _gunicorn_worker() -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import orjson
 
-from qmflask import errors, probes, processes
+from qmflask import errors, probes, processes, spawnrecords
 from qmflask.config import LaunchError, Model
 from qmflask.config.command import split_command
 from qmflask.host import Host
@@ -25,6 +25,7 @@ from qmflask.memory import oom
 from qmflask.memory.oom import OutOfMemory
 from qmflask.processes import Children, Identity, SpawnError, SpawnLock
 from qmflask.siege import Siege, end
+from qmflask.spawnrecords import SpawnRecord
 from qmflask.states import Phase, State
 from qmflask.store import Store, reading, scheduling
 from qmflask.store.rows import ProcessRow, StopCall, SwapRow
@@ -164,8 +165,34 @@ class Trees:
         with self._store.write(self._generation) as tx:
             scheduling.update_process(tx, model.id, pid=child.identity.pid, start_ticks=child.identity.start_ticks)
             scheduling.set_phase(tx, swap.id, Phase.PROBING)
+        self._record(model.id)
         self._observe(tree)
         self._probe(tree, model, port)
+
+    def _record(self, model: str) -> None:
+        """Note the tree beside its spawn lock."""
+        with self._store.read() as tx:
+            row = reading.process(tx, model)
+        if row is None or row.pid is None or row.start_ticks is None or row.token is None:
+            return
+        record = SpawnRecord(
+            model=model,
+            ready=row.state is State.READY,
+            boot_id=self._store.boot_id,
+            token=row.token,
+            pid=row.pid,
+            start_ticks=row.start_ticks,
+            port=row.port,
+            proxy=row.proxy,
+            launch_hash=row.launch_hash,
+            cmd=row.cmd,
+            cmd_stop=row.cmd_stop.text() if row.cmd_stop else None,
+            unload_timeout=row.unload_timeout,
+            started_at=row.started_at,
+            deadline=row.deadline,
+            load_ms=row.load_ms,
+        )
+        spawnrecords.write(self._lock_path(model).with_suffix(".json"), record)
 
     def _probe(self, tree: Tree, model: Model, port: int | None) -> None:
         launch = model.launch(port)
@@ -457,7 +484,9 @@ class Trees:
             for swap in reading.swaps(tx):
                 if swap.target == row.model:
                     scheduling.close_swap(tx, swap.id)
-            return scheduling.grant(tx, scheduling.waiting_for(tx, row.model), row.model, now, paid=True)
+            woken = scheduling.grant(tx, scheduling.waiting_for(tx, row.model), row.model, now, paid=True)
+        self._record(row.model)
+        return woken
 
     def _fail_start(self, tree: Tree, error: errors.QmflaskError, now: int, pool: str | None = None) -> set[str]:
         """Stop what there is of a failed start; its waiters get the error now, others until the back-off ends."""

@@ -22,7 +22,7 @@ def build(folder: Path) -> Path:
 
 
 class FakeCard:
-    """One card of `total_mb` whose use is what the ledger has booked plus `foreign` (pid -> MiB); a thread mirrors it."""
+    """One card of `total_mb` that uses what the ledger has booked plus `foreign` (pid -> MiB); a thread mirrors it."""
 
     def __init__(self, folder: Path, library: Path, total_mb: int) -> None:
         self.ledger = folder / "ledger.json"

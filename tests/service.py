@@ -169,6 +169,10 @@ class Stream:
             line += byte
         return bytes(line)
 
+    def json(self) -> Any:
+        """The whole body of an answer that is no stream, parsed."""
+        return json.loads(self._response.read())
+
     def local_port(self) -> int:
         """Our end's port, by which the worker that serves this can be found."""
         sock = self._response.fp.raw._sock if self._connection.sock is None else self._connection.sock  # type: ignore
@@ -335,13 +339,14 @@ class Service:
 
     def leases(self) -> list[tuple[Any, ...]]:
         """(model, path or id) of every request that holds a lease, by the state database; [] if there is none."""
-        return self._query("SELECT model, coalesce(detail, public_id) FROM requests WHERE state = 'granted'")
+        return self.query("SELECT model, coalesce(detail, public_id) FROM requests WHERE state = 'granted'")
 
     def registered_workers(self) -> list[int]:
         """Pids of the workers that serve and do not drain, by the state database."""
-        return [pid for (pid,) in self._query("SELECT pid FROM workers WHERE NOT draining") if pid in self.processes()]
+        return [pid for (pid,) in self.query("SELECT pid FROM workers WHERE NOT draining") if pid in self.processes()]
 
-    def _query(self, sql: str) -> list[tuple[Any, ...]]:
+    def query(self, sql: str) -> list[tuple[Any, ...]]:
+        """Rows of the state database; [] if there is none."""
         path = self.state / "state.db"
         if not path.exists():
             return []

@@ -235,21 +235,34 @@ def register_worker(store: Store, worker: str, pid: int, start_ticks: int, maste
         )
 
 
+def remove_worker(store: Store, worker: str) -> list[tuple[int, int]]:
+    """Take a worker that ends out of the list; (pid, start ticks) of those still in it, dead ones included.
+
+    One transaction, so that of workers that end together exactly one finds nobody left.
+    """
+    with store.write() as tx:
+        tx.execute("DELETE FROM workers WHERE id = ?", (worker,))
+        return [(row["pid"], row["start_ticks"]) for row in tx.execute("SELECT pid, start_ticks FROM workers")]
+
+
 def set_draining(store: Store, worker: str) -> None:
     """Mark a worker that takes no new requests."""
     with store.write() as tx:
         tx.execute("UPDATE workers SET draining = 1 WHERE id = ?", (worker,))
 
 
-def publish_configuration(store: Store, expected: int, fingerprint: str, master: str | None) -> int | None:
-    """Make generation `expected` + 1 the one in force; None when somebody else was faster.
+def publish_configuration(
+    store: Store, expected: int, fingerprint: str, master: str | None, generation: int | None = None
+) -> int | None:
+    """Make `generation` (`expected` + 1 if not given) the one in force; None when somebody else was faster.
 
     Call it after the resolved file of that generation is on disk.
     """
+    generation = expected + 1 if generation is None else generation
     with store.write() as tx:
         done = tx.execute(
             "UPDATE scheduler SET config_generation = ?, config_fingerprint = ?, config_error = NULL, config_wall = ?,"
             " master = COALESCE(?, master), schedule_version = schedule_version + 1 WHERE config_generation = ?",
-            (expected + 1, fingerprint, time.time(), master, expected),
+            (generation, fingerprint, time.time(), master, expected),
         ).rowcount
-        return expected + 1 if done else None
+        return generation if done else None

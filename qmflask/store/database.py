@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from qmflask import errors
 from qmflask.store.schema import FORGET_ON_BOOT, SCHEMA, SCHEMA_VERSION
+
+log = logging.getLogger(__name__)
 
 #: An open transaction, as the functions of this package take it; made by `Store.write` and `Store.read`.
 Transaction = sqlite3.Connection
@@ -103,9 +109,33 @@ class Store:
         self.path = directory / "state.db"
         self.boot_id = boot_id
         self._lock = threading.RLock()
+        #: Called when a write finds the disk full; the owner frees some room.
+        self.on_full: Callable[[], None] = lambda: None
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
+        """Open, or set a damaged file aside and begin anew: what lives is then entered again (see `rebuild`)."""
+        if not self.path.exists():
+            with _alone(self.directory):
+                if not self.path.exists():
+                    set_aside(self.path)  # a WAL that was left is not the new file's
+                return self._connect()
+        try:
+            return self._connect()
+        except sqlite3.DatabaseError as err:
+            if not _damaged(err):
+                raise
+        with _alone(self.directory):
+            try:
+                return self._connect()  # somebody else may have set it aside meanwhile
+            except sqlite3.DatabaseError as err:
+                if not _damaged(err):
+                    raise
+                log.error("%s is damaged (%s): setting it aside and beginning anew", self.path, err)
+            set_aside(self.path)
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self.path,
             timeout=BUSY_TIMEOUT_MS / 1000,
@@ -127,13 +157,21 @@ class Store:
                     f"{self.path} was written by a newer qmflask (version {version}, this one knows {SCHEMA_VERSION}); "
                     "upgrade, or set QMFLASK_STATE to another folder"
                 )
-            self._migrate(connection)
+            if not self._is_current(connection, version):
+                self._migrate(connection)
         except BaseException:
             connection.close()
             raise
         self.path.chmod(0o600)
         self._inode = _inode(self.path)
         return connection
+
+    def _is_current(self, connection: sqlite3.Connection, version: int) -> bool:
+        """Nothing to write: a worker must be able to come up while somebody else stands still in a write."""
+        if version != SCHEMA_VERSION:
+            return False
+        row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
+        return row is not None and row["boot_id"] == self.boot_id
 
     def _migrate(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
@@ -144,6 +182,9 @@ class Store:
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
                 connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
+                # Ids of a store that was lost must not come again: workers still hold some of them.
+                first = time.time_ns() // 1000
+                connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('requests', ?)", (first,))
             elif row["boot_id"] != self.boot_id:
                 for statement in _statements(FORGET_ON_BOOT):
                     connection.execute(statement)
@@ -173,8 +214,15 @@ class Store:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
                     raise
-            except sqlite3.OperationalError as err:
-                _tell(err, self.path)
+            except sqlite3.DatabaseError as err:
+                self._failed(err)
+
+    def _failed(self, err: sqlite3.DatabaseError) -> NoReturn:
+        try:
+            _tell(err, self.path)
+        except errors.StoreFull:
+            self.on_full()
+            raise
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -194,7 +242,7 @@ class Store:
                 finally:
                     if connection.in_transaction:
                         connection.execute("COMMIT")
-            except sqlite3.OperationalError as err:
+            except sqlite3.DatabaseError as err:
                 _tell(err, self.path)
 
     def check_term(self, generation: int) -> None:
@@ -209,13 +257,38 @@ class Store:
     def reopen(self) -> None:
         """Open the path anew, after `replaced()`."""
         with self._lock:
-            self._connection.close()
-            self._connection = self._open()
+            old, self._connection = self._connection, self._open()
+            old.close()
 
     def close(self) -> None:
         """Close the connection; the store cannot be used afterwards."""
         with self._lock:
             self._connection.close()
+
+
+def _damaged(error: sqlite3.DatabaseError) -> bool:
+    return any(words in str(error) for words in ("malformed", "not a database", "no such table", "no such column"))
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time judges the database."""
+    descriptor = os.open(directory / "state.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged database to `.damaged` (the last one is kept) with its WAL, so that a new one can begin."""
+    for suffix in ("-wal", "-shm", ""):
+        part = path.with_name(path.name + suffix)
+        try:
+            os.replace(part, path.with_name(f"{path.name}.damaged{suffix}"))
+        except FileNotFoundError:
+            continue
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
@@ -238,11 +311,38 @@ def _check_term(connection: sqlite3.Connection, generation: int) -> None:
         raise Deposed(f"term {generation} is over, {current} leads")
 
 
-def _tell(err: sqlite3.OperationalError, path: Path) -> NoReturn:
+def _tell(err: sqlite3.DatabaseError, path: Path) -> NoReturn:
     """Raise what a client can be told, or `err` where it is a fault of ours."""
     text = str(err)
-    if "locked" in text or "busy" in text:
-        raise errors.StoreBusy(f"the state store stayed locked ({path}); try again", retry_after=1) from err
-    if "full" in text or "disk I/O" in text:
-        raise errors.StoreFull(f"the disk with {path} is full; free some space", retry_after=10) from err
+    if isinstance(err, sqlite3.OperationalError):
+        if "locked" in text or "busy" in text:
+            raise errors.StoreBusy(f"the state store stayed locked ({path}); try again", retry_after=1) from err
+        if "full" in text or "disk I/O" in text:
+            raise errors.StoreFull(f"the disk with {path} is full; free some space", retry_after=10) from err
+    if _damaged(err):
+        _give_up(path, err)
     raise err
+
+
+def _give_up(path: Path, err: sqlite3.DatabaseError) -> NoReturn:
+    """The file is damaged while we use it: set it aside, so that everybody sees it replaced and opens anew."""
+    log.error("%s is damaged (%s): setting it aside", path, err)
+    with _alone(path.parent):
+        if _is_damaged(path):
+            set_aside(path)
+    raise errors.StoreBusy(f"the state store was damaged and is being rebuilt ({path})", retry_after=2) from err
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether what is at the path now is damaged; somebody else may have begun anew."""
+    if not path.exists():
+        return False
+    connection = sqlite3.connect(path, timeout=1)
+    try:
+        return bool(connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok")
+    except sqlite3.OperationalError as err:
+        return _damaged(err)
+    except sqlite3.DatabaseError:
+        return True
+    finally:
+        connection.close()

@@ -61,6 +61,15 @@ def set_state(tx: sqlite3.Connection, model: str, new: State, reason: str | None
     bump(tx)
 
 
+def restore(tx: sqlite3.Connection, model: str, state: State, reason: str, **columns: Any) -> None:
+    """Enter a process that lives but has no row: the one state that no transition leads to. Its idle time begins."""
+    tx.execute("INSERT OR IGNORE INTO processes (model) VALUES (?)", (model,))
+    columns = {"state": state.value, "reason": reason, "changed_wall": time.time(), **columns}
+    update_process(tx, model, idle_since=time.monotonic_ns(), **columns)
+    tx.execute("UPDATE processes SET generation = (SELECT generation FROM scheduler) WHERE model = ?", (model,))
+    bump(tx)
+
+
 def _count(tx: sqlite3.Connection, model: str, new: State, reason: str | None, columns: Mapping[str, Any]) -> None:
     """What operators count of states: starts, loads with their time, stops by cause, failed starts by code."""
     tally = counters.Tally()

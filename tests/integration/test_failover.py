@@ -1,15 +1,18 @@
-"""The leader dies, or stands still, at the worst moments: whoever takes over finishes what was begun, and never twice."""
+"""The leader dies, or stands still, at the worst moments: whoever takes over finishes what was begun, never twice."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.integration.survival import overlaps, persistent_chat
+from tests.integration.survival import lives, overlaps, persistent_chat
 from tests.service import Reply, Service, eventually
 
 #: Phases of a swap, each right after its commit, and the two sides of the spawn (DESIGN section 3).
@@ -39,6 +42,10 @@ class Crashing:
         self._plan.with_suffix(".struck").unlink(missing_ok=True)
         self._plan.with_suffix(".new").write_text(f"{point} {times} {name}")
         os.replace(self._plan.with_suffix(".new"), self._plan)
+
+    def plan_nothing(self) -> None:
+        """No more blows."""
+        self._plan.unlink()
 
     def struck(self) -> list[int]:
         """Who was struck."""
@@ -72,3 +79,66 @@ def test_leader_killed_twice_at_each_phase(crashing: Crashing, point: str) -> No
     assert {why for _, _, tries in answers for why in tries} <= {"connection lost"}, answers
     assert overlaps(service.events(), 1) == []
     service.wait_idle()
+
+
+def db_leader(service: Service) -> int | None:
+    """The leader's pid by the state database: no worker that may be stopped is asked."""
+    rows = service.query("SELECT w.pid FROM scheduler s JOIN workers w ON w.id = s.leader")
+    return int(rows[0][0]) if rows else None
+
+
+def other_model(service: Service) -> str:
+    """The model that is not loaded now."""
+    return "beta" if service.query("SELECT 1 FROM processes WHERE model = 'alpha' AND state = 'ready'") else "alpha"
+
+
+def test_forced_second_leader_while_the_first_stands_before_its_spawn(crashing: Crashing) -> None:
+    service = crashing.service
+    name = other_model(service)
+    before = len(service.events("start", name))
+    crashing.plan("before-spawn", name="STOP")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(persistent_chat, service, name)
+        (stopped,) = eventually(crashing.struck, "the leader stands before its spawn")
+        try:
+            (service.state / "leader.lock").unlink()
+            leader = eventually(lambda: (pid := db_leader(service)) not in (None, stopped) and pid, "a second leader")
+            assert len(service.events("start", name)) == before, "the second leader spawned beside the spawn lock"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+        reply, _ = asked.result()
+    assert reply.text == f"I am {name}."
+    assert len(service.events("start", name)) == before + 1
+    assert overlaps(service.events(), 1) == []
+    assert lives(stopped), "resumed within its time, it is a worker like any other"
+    assert db_leader(service) == leader
+
+
+def test_stopped_leader_is_replaced_and_killed(crashing: Crashing) -> None:
+    service = crashing.service
+    crashing.plan("nowhere")
+    leader = db_leader(service)
+    assert leader is not None
+    name = other_model(service)
+    began = time.monotonic()
+    os.kill(leader, signal.SIGSTOP)
+    reply, _ = persistent_chat(service, name, timeout=8)
+    took = time.monotonic() - began
+    assert reply.text == f"I am {name}."
+    assert 4 < took < 25, took
+    eventually(lambda: not lives(leader), "the stopped leader is killed, so that it can do no harm when it is resumed")
+
+
+def test_worker_stopped_inside_a_write_of_the_store_is_killed(crashing: Crashing) -> None:
+    service = crashing.service
+    crashing.plan("in-transaction", name="STOP")
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(persistent_chat, service, name, timeout=30) for name in ("alpha", "beta") * 2]
+        (stopped,) = eventually(crashing.struck, "a worker stands still with the write lock")
+        leader = db_leader(service)
+        assert leader != stopped
+        for future in asked:
+            assert future.result()[0].status == 200
+    eventually(lambda: not lives(stopped), "it is killed")
+    assert overlaps(service.events(), 1) == []

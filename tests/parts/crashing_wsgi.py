@@ -2,7 +2,8 @@
 
 Points are reached right after the commit of a phase of a swap (`draining`, `stopping`, `reclaim`, `probing`, `ready`),
 after the row says `starting` but before the spawn (`before-spawn`), after the spawn but before its pid is committed
-(`after-spawn`), or inside a write transaction (`in-transaction`). Each blow is a line in `CRASH_PLAN`.struck: who.
+(`after-spawn`), or inside a write transaction of a worker that does not lead (`in-transaction`). Each blow is a line
+in `CRASH_PLAN`.struck: who.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,10 +39,16 @@ def strike(point: str) -> None:
     with struck.open("a") as file:
         file.write(f"{os.getpid()}\n")
     os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+    time.sleep(0.5)  # another thread may have taken the signal: we must not run on before it reaches us
 
 
 def _mark(point: str) -> None:
     _due.add(point)
+
+
+def _leads(tx: sqlite3.Connection) -> bool:
+    leader = tx.execute("SELECT leader FROM scheduler").fetchone()[0] or ""
+    return bool(leader.startswith(f"{os.getpid()}-"))
 
 
 def _install() -> None:
@@ -59,7 +67,8 @@ def _install() -> None:
     def committing(self: Store, generation: int | None = None) -> Iterator[sqlite3.Connection]:
         with write(self, generation) as tx:
             yield tx
-            strike("in-transaction")
+            if generation is None and not _leads(tx):
+                strike("in-transaction")
         if _due and generation is not None:
             points = sorted(_due)
             _due.clear()

@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "host": ("127.0.0.1", "address to listen on"),
     "name": ("fake", "what the answers say"),
     "events": ("", "append one JSON line per event to this file"),
+    "witness": (0, "how many servers with this event log may live at once: see bear_witness"),
     # loading
     "load_time": (0.0, "seconds until /health is 200"),
     "listen_late": (False, "refuse connections while loading (else 503)"),
@@ -634,6 +635,29 @@ def grow_tree(kind: str, events: EventLog) -> None:
         signal.pause()
 
 
+def bear_witness(options: argparse.Namespace, events: EventLog) -> None:
+    """Note `twice` if another server of our name lives, `crowd` if all places are taken.
+
+    Told by locks that the kernel frees at a process's death, however it dies; they are never given up before.
+    """
+    folder = options.events + ".witness"
+    os.makedirs(folder, exist_ok=True)
+
+    def take(name: str) -> bool:
+        lock = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        return True
+
+    if not take(options.name):
+        events.note("twice")
+    if not any(take(f"place {number}") for number in range(options.witness)):
+        events.note("crowd")
+
+
 def main() -> None:
     """Run as told by the command line."""
     if sys.argv[1:2] == ["--release"]:
@@ -644,6 +668,8 @@ def main() -> None:
     events = EventLog(options.events, options.name)
     grow_tree(options.tree, events)
     events.note("start", port=options.port, ppid=os.getppid(), sid=os.getsid(0), cwd=os.getcwd())
+    if options.witness:
+        bear_witness(options, events)
     Server(options, events).run()
 
 

@@ -1,0 +1,56 @@
+"""Room kept free for the day when the disk is full: a file that is given up so that what runs can be written off."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+#: Twice what the WAL grows to between two checkpoints: enough to end every lease there is.
+SIZE = 8 * 1024 * 1024
+
+
+class Ballast:
+    """The file, shared by all workers of a state directory: while it is missing, the disk counts as full."""
+
+    def __init__(self, directory: Path, size: int = SIZE) -> None:
+        self.path = directory / "ballast"
+        self._size = size
+
+    def missing(self) -> bool:
+        """True while the disk is full: the room has been given up and could not be taken again."""
+        return not self.path.exists()
+
+    def give_up(self) -> None:
+        """Free the room; whoever finds the disk full calls this."""
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            return
+        log.error("the disk with %s is full: nothing new is admitted until there is room again", self.path.parent)
+
+    def take(self) -> bool:
+        """Take the room again if it is missing and twice as much is free; whether it is there now."""
+        if self.path.exists():
+            return True
+        if (info := os.statvfs(self.path.parent)).f_bavail * info.f_frsize < 2 * self._size:
+            return False
+        # Under a name of its own until it is whole, so that others never see half of it.
+        temporary = self.path.with_name(f"ballast.{os.getpid()}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, self._size)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, self.path)
+            return True
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                log.warning("no room can be kept free in %s: %s", self.path.parent, error)
+                return error.errno in (errno.EOPNOTSUPP, errno.EINVAL)
+            return False

@@ -1,0 +1,111 @@
+"""A client that leaves is noticed wherever its request stands, however it leaves, and whichever worker is told."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.service import Service, eventually
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One place for two models; the third takes for ever to load, in a pool of its own."""
+    service = Service(tmp_path_factory.mktemp("cancel"), {}, workers=2, threads=32)
+    models = {name: {"cmd": service.fake(name), "estVramGB": 9} for name in ("alpha", "beta")}
+    models["slow"] = {"cmd": service.fake("slow", load_time=3600), "estRamGB": 1}
+    service.write_config({"vramBudgetGB": 16, "ramBudgetGB": 99, "models": models})
+    service.start()
+    yield service
+    print(service.log()[-20_000:])
+    service.close()
+
+
+def close(sock: socket.socket) -> None:
+    """The usual end."""
+    sock.close()
+
+
+def reset(sock: socket.socket) -> None:
+    """A client that crashed, or a load balancer that had enough."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def half_close(sock: socket.socket) -> None:
+    """What nginx does when its own client has gone."""
+    sock.shutdown(socket.SHUT_WR)
+
+
+#: Model, X-Fake header and how many requests its server must have seen before the client leaves.
+STAGES = {
+    "queued": ("beta", "", 0),
+    "loading": ("slow", "", 0),
+    "before headers": ("alpha", "header_delay=60", 1),
+    "amid the stream": ("alpha", "chunks=1000, interval=0.05", 1),
+}
+
+
+@pytest.mark.parametrize("leave", [close, reset, half_close])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_that_leaves(service: Service, stage: str, leave: Callable[[socket.socket], None]) -> None:
+    model, fake, _ = STAGES[stage]
+    blocker = None
+    if stage == "queued":  # alpha is busy for as long as this stream is open
+        blocker = service.stream("alpha", headers={"X-Fake": "chunks=100000, interval=0.05"})
+    seen = len(service.events("request", model))
+    gone = len(service.events("client_gone", model))
+    identity = f"{stage}-{leave.__name__}".replace(" ", "-")
+    body = {"model": model, "messages": [], "stream": True}
+    sock = service.open("/v1/chat/completions", body, {"X-Fake": fake, "X-Request-Id": identity})
+    try:
+        where = f"SELECT state FROM requests WHERE public_id = '{identity}'"
+        wanted = [("queued",)] if stage in ("queued", "loading") else [("granted",)]
+        eventually(lambda: service.query(where) == wanted, f"the request is {wanted}")
+        if stage == "amid the stream":
+            sock.recv(100)
+        elif stage == "before headers":
+            service.wait_event("request", model, count=seen + 1)
+        elif stage == "loading":
+            service.wait_event("start", "slow")
+        left = time.monotonic()
+        leave(sock)
+        eventually(lambda: not service.query(where), "its row is gone", every=0.002)
+        assert time.monotonic() - left < 2, "noticed by an event, not by the next byte"
+        if stage in ("before headers", "amid the stream"):
+            service.wait_event("client_gone", model, count=gone + 1)
+        else:
+            assert len(service.events("request", model)) == seen
+    finally:
+        sock.close()
+        if blocker is not None:
+            blocker.close()
+    if stage == "queued":
+        assert not service.events("start", "beta"), "nobody waits for it any more, so it is not loaded"
+
+
+def test_cancelling_requests_of_any_worker(service: Service) -> None:
+    """Until both workers have served some: then one of them was cancelled through the other."""
+    names = [f"cancel-{number}" for number in range(12)]
+    streams = [
+        service.stream("alpha", headers={"X-Fake": "chunks=1000, interval=0.05", "X-Request-Id": name})
+        for name in names
+    ]
+    try:
+        workers = service.query("SELECT DISTINCT worker FROM requests WHERE public_id LIKE 'cancel-%'")
+        assert len(workers) == 2, "all connections went to one worker"
+        for name in names:
+            assert service.post(f"/api/inflight/{name}/cancel").status == 200
+        for stream in streams:
+            with pytest.raises((OSError, http.client.HTTPException)):
+                list(stream)
+    finally:
+        for stream in streams:
+            stream.close()
+    eventually(lambda: not service.leases(), "no lease is left")
+    assert service.post("/api/inflight/cancel-0/cancel").status == 404

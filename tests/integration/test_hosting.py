@@ -1,0 +1,133 @@
+"""Under other servers than gunicorn's threads: two models that swap, a stream, and what becomes of models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StartService
+from tests.service import PATIENCE, REPO, Service, eventually
+
+pytestmark = pytest.mark.hosting
+
+#: gunicorn settings without any of our hooks.
+WITHOUT_HOOKS = "bind = []\ntimeout = 300\ncontrol_socket_disable = True\n"
+
+
+def two(service: Service) -> dict[str, Any]:
+    models = {name: {"cmd": service.fake(name, load_time=0.05), "estVramGB": 9} for name in ("alpha", "beta")}
+    return {"vramBudgetGB": 16, "models": models}
+
+
+class Other(Service):
+    """A service under another server's command line."""
+
+    server: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        """That command line."""
+        return [word.format(port=self.port) for word in self.server]
+
+
+def swaps_and_streams(service: Service) -> None:
+    """What every host must be able to do."""
+    for name in ("alpha", "beta"):
+        assert service.chat(name).status == 200
+        assert [row["model"] for row in service.running() if row["state"] == "ready"] == [name]
+    with service.stream("beta", headers={"X-Fake": "chunks=4,interval=0.15"}) as stream:
+        assert list(stream)[-1] == "[DONE]"
+    # Held back, all would come together.
+    assert stream.arrivals[-1] - stream.arrivals[0] > 200_000_000
+
+
+def start_other(folder: Path, *server: str) -> Other:
+    service = Other(folder, {}, workers=1)
+    service.server = server
+    service.write_config(two(service))
+    return service
+
+
+def test_waitress(tmp_path: Path) -> None:
+    listen = ("--listen=127.0.0.1:{port}", "--threads=16", "qmflask.app:app")
+    service = start_other(tmp_path / "waitress", sys.executable, "-m", "waitress", *listen)
+    try:
+        service.start()
+        swaps_and_streams(service)
+        service.stop()
+        # After TERM waitress is simply gone; the models are there for the next start, which adopts them.
+        (pid,) = service.processes()
+        service.spawn()
+        service.wait_until_up()
+        row = eventually(service.running, "adopted")[0]  # the first request begins it: there is no hook
+        assert (row["model"], row["pid"], row["state"]) == ("beta", pid, "ready")
+        service.signal(signal.SIGINT)
+        assert service.process is not None
+        service.process.wait(PATIENCE)
+        assert not service.processes(), "INT is an end of the service: models stop"
+    finally:
+        service.close()
+
+
+def test_gunicorn_without_our_settings(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.py"
+    settings.write_text(WITHOUT_HOOKS)
+    more = ("--bind", "127.0.0.1:{port}", "--workers", "2", "--threads", "8", "wsgi:app")
+    service = start_other(tmp_path / "bare", sys.executable, "-m", "gunicorn", "-c", str(settings), *more)
+    try:
+        service.start()
+        swaps_and_streams(service)
+        assert service.stop() == 0
+        eventually(lambda: not service.processes(), "the last worker stops the models")
+    finally:
+        service.close()
+
+
+def uwsgi() -> list[str]:
+    """uWSGI's command line up to its plugin for this Python, or a reason to skip."""
+    program = shutil.which("uwsgi")
+    if program is None:
+        pytest.skip("uwsgi is not installed (Debian: uwsgi-core, uwsgi-plugin-python3)")
+    command = [program, "--plugin", "python3"] if program == "/usr/bin/uwsgi" else [program]
+    told = subprocess.run([*command, "--python-version"], capture_output=True, text=True)
+    wanted = f"{sys.version_info.major}.{sys.version_info.minor}."
+    if not told.stdout.strip().startswith(wanted):
+        pytest.skip(f"uwsgi is built for Python {told.stdout.strip() or '?'}, this is {wanted}x")
+    return command
+
+
+def test_uwsgi(tmp_path: Path) -> None:
+    # The plugin brings its own standard library (no -H): of our environment it gets the packages alone.
+    packages = ("--pythonpath", sysconfig.get_path("purelib"), "--pythonpath", str(REPO))
+    where = (*packages, "--http-socket", "127.0.0.1:{port}")
+    sizes = ("--master", "--processes", "2", "--threads", "16", "--enable-threads", "--lazy-apps", "--need-app")
+    service = start_other(tmp_path / "uwsgi", *uwsgi(), *where, *sizes, "--die-on-term", "--module", "qmflask.app:app")
+    try:
+        service.start()
+        swaps_and_streams(service)
+        service.stop()
+        eventually(lambda: not service.processes(), "the last worker stops the models")
+    finally:
+        service.close()
+
+
+def test_the_sync_worker_serves_and_warns(start_service: StartService) -> None:
+    service = start_service(two, workers=2, threads=1, args=("--worker-class", "sync"))
+    swaps_and_streams(service)
+    assert "the sync worker serves one request at a time" in service.log()
+    assert service.log().count("sync worker serves") == 1
+
+
+def test_the_application_is_found_where_passenger_looks(tmp_path: Path) -> None:
+    code = "import passenger_wsgi, wsgi; print(passenger_wsgi.application is wsgi.application)"
+    environ = {**os.environ, "PYTHONPATH": f"{REPO / 'conf'}:{REPO}", "QMFLASK_STATE": str(tmp_path / "state")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+    assert not (tmp_path / "state").exists(), "nothing begins at import"

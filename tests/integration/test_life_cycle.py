@@ -1,0 +1,208 @@
+"""The service's life: how it starts, reloads, is replaced and ends, and what becomes of its models and its waiters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import StartService
+from tests.integration.survival import lives, overlaps, persistent_chat
+from tests.service import Service, eventually
+
+
+def config_of(service: Service, *names: str, room: int = 2, **top: Any) -> dict[str, Any]:
+    """Scripted models of 1 GB with room for `room`."""
+    models = {name: {"cmd": service.fake(name, load_time=0.05), "estVramGB": 1, "unloadTimeout": 2} for name in names}
+    return {"vramBudgetGB": room, **top, "models": models}
+
+
+def server_pid(service: Service, model: str) -> int:
+    """The pid of a model's newest server, by its own account."""
+    return int(service.wait_event("start", model)["pid"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+def test_ending_with_one_worker_stops_models_and_tells_waiters(
+    start_service: StartService, number: signal.Signals
+) -> None:
+    def config(service: Service) -> dict[str, Any]:
+        given = config_of(service, "alpha", "slow")
+        given["models"]["slow"]["cmd"] = service.fake("slow", load_time=60)
+        return given
+
+    service = start_service(config, workers=1)
+    assert service.chat("alpha").status == 200
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(service.chat, "slow")
+        service.wait_event("start", "slow")
+        began = time.monotonic()
+        service.signal(number)
+        reply = waiting.result()
+        assert (reply.status, reply.code) == (503, "shutting_down")
+        assert reply.header("Retry-After")
+        assert time.monotonic() - began < 10, "it is told as soon as the worker drains"
+    assert service.process is not None
+    service.process.wait(40)
+    assert service.processes() == {}
+    assert len(service.events("term", "alpha")) == 1
+
+
+def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_service: StartService) -> None:
+    def config(service: Service, shutdown: str) -> dict[str, Any]:
+        hooks = {"on_startup": {"preload": ["beta", "alpha"]}}
+        return config_of(service, "alpha", "beta", onShutdown=shutdown, hooks=hooks)
+
+    service = start_service(lambda s: config(s, "keep"), workers=3)
+    eventually(lambda: len(service.events("ready")) == 2, "both are preloaded")
+    assert [event["name"] for event in service.events("start")] == ["beta", "alpha"]
+    first = service.events("ready", "beta")[0]["t"]
+    assert service.events("start", "alpha")[0]["t"] > first, "in list order, each when the one before it is healthy"
+    service.hup()
+    service.wait_idle()
+    pids = {event["name"]: event["pid"] for event in service.events("start")}
+    service.stop()
+    assert all(map(lives, pids.values()))
+    service.start()
+    eventually(lambda: len(service.running()) == 2, "both are adopted")
+    assert {row["model"]: row["pid"] for row in service.running()} == pids
+    assert service.chat("alpha").status == 200
+    assert len(service.events("start")) == 2
+    service.write_config(config(service, "stop"))
+    assert service.post("/api/config/reload").status == 200
+
+
+PLAIN = """
+worker_class = "gthread"
+graceful_timeout = 5
+timeout = 60
+"""
+
+
+def test_without_hooks_the_last_worker_stops_the_models(start_service: StartService, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(PLAIN)
+    service = start_service(lambda s: config_of(s, "alpha"), up=False, workers=2)
+    service.args = ("-c", str(plain))
+    service.spawn()
+    service.wait_until_up()
+    assert service.chat("alpha").status == 200
+
+    def both_serve() -> bool:  # without hooks a worker enters itself at its first request
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: service.running(), range(8)))
+        return len(service.registered_workers()) == 2
+
+    eventually(both_serve, "both workers serve")
+    first, _ = service.registered_workers()
+    os.kill(first, signal.SIGKILL)  # not the last one: nothing is stopped
+    assert persistent_chat(service, "alpha")[0].status == 200
+    assert len(service.events("start", "alpha")) == 1
+    service.stop()
+    assert len(service.events("term", "alpha")) == 1
+    assert service.processes() == {}
+
+
+def test_two_masters_at_once_after_usr2(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, "alpha", "beta", room=1), up=False, workers=2)
+    command = service.command()[3:]
+    # By its script: what `python -m gunicorn` executes anew has gunicorn's own folder in front of the library's.
+    service.command = lambda: [str(Path(sys.executable).with_name("gunicorn")), *command]  # type: ignore[method-assign]
+    service.start()
+    assert service.chat("alpha").status == 200
+    alpha, old = server_pid(service, "alpha"), set(service.registered_workers())
+    service.signal(signal.SIGUSR2)
+
+    def new_workers() -> set[int]:
+        return set(service.registered_workers()) - old
+
+    eventually(lambda: len(new_workers()) == 2, "the new master's workers serve beside the old ones")
+    with ThreadPoolExecutor(4) as pool:
+        for name, (reply, tries) in zip(
+            ("alpha", "beta") * 4, pool.map(lambda n: persistent_chat(service, n), ("alpha", "beta") * 4), strict=True
+        ):
+            assert (reply.text, tries) == (f"I am {name}.", [])
+    master = int(Path(f"/proc/{next(iter(new_workers()))}/stat").read_text().rpartition(")")[2].split()[1])
+    running = {row["pid"] for row in service.running()}
+    assert service.process is not None
+    try:
+        service.signal(signal.SIGQUIT)
+        service.process.wait(30)
+        assert service.chat("alpha").status == 200
+        assert running & {event["pid"] for event in service.events("start")} == running
+        assert not service.events("term") or overlaps(service.events(), 1) == []
+        assert all(lives(pid) for pid in running) or not lives(alpha)
+    finally:
+        os.kill(master, signal.SIGTERM)
+        eventually(lambda: not lives(master), "the new master ends", timeout=40)
+    assert service.processes() == {}
+
+
+def test_draining_leader_hands_over_at_once_also_with_preload(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, "alpha", "beta"), workers=2, args=("--preload",))
+    assert service.chat("alpha").status == 200
+    old = set(service.registered_workers())
+    with service.stream("alpha", headers={"X-Fake": "chunks=200, interval=0.05"}) as stream:
+        events: Iterator[str] = iter(stream)
+        next(events)
+        service.signal(signal.SIGHUP)
+
+        def leader() -> list[tuple[Any, ...]]:
+            rows = service.query("SELECT w.pid FROM scheduler s JOIN workers w ON w.id = s.leader")
+            return [row for row in rows if row[0] not in old]
+
+        eventually(leader, "a new worker leads while an old one still streams")
+        assert service.chat("beta").status == 200
+        assert list(events)[-1] == "[DONE]"
+    assert len(service.events("start")) == 2
+
+
+def test_unload_never_blocks_and_answers_when_the_group_is_gone(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, "alpha", "beta", "gamma"), workers=2)
+    assert service.chat("alpha").status == service.chat("beta").status == 200
+    with (
+        service.stream("alpha", headers={"X-Fake": "chunks=1000, interval=0.05"}) as stream,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        events = iter(stream)
+        next(events)
+        alpha, began = server_pid(service, "alpha"), time.monotonic()
+        unloads = [pool.submit(service.post, "/api/models/unload/alpha") for _ in range(3)]
+        eventually(lambda: service.query("SELECT 1 FROM processes WHERE model='alpha' AND state='draining'"), "drains")
+        waiting = pool.submit(service.chat, "alpha")
+        eventually(lambda: service.query("SELECT 1 FROM requests WHERE state='queued' AND kind='infer'"), "one waits")
+        assert service.chat("beta").status == 200, "others are served meanwhile"
+        assert time.monotonic() - began < 2, "while alpha still has its time"
+        again = pool.submit(service.post, "/api/models/unload")
+        assert (waiting.result().status, waiting.result().code) == (503, "model_unloaded")
+        assert [future.result().status for future in (*unloads, again)] == [200] * 4
+        took = time.monotonic() - began
+        assert not lives(alpha), "answered when the process is gone"
+        assert 1.9 < took < 15, took
+        with pytest.raises(Exception, match=r"IncompleteRead|reset"):
+            assert list(events)[-1] == "[DONE]"
+    assert service.running() == []
+    assert service.post("/api/models/unload/alpha").status == 200, "idempotent"
+    assert service.chat("alpha").status == 200
+
+
+def test_ttl_counts_from_the_end_of_the_last_answer(start_service: StartService) -> None:
+    def config(service: Service) -> dict[str, Any]:
+        given = config_of(service, "alpha")
+        given["models"]["alpha"]["ttl"] = 1
+        return given
+
+    service = start_service(config, workers=2)
+    with service.stream("alpha", headers={"X-Fake": "chunks=30, interval=0.1"}) as stream:
+        assert list(stream)[-1] == "[DONE]"
+    ended = time.monotonic_ns()
+    gone = service.wait_event("term", "alpha")["t"]
+    assert (gone - ended) / 1e9 > 0.8
+    assert len(service.events("term")) == 1
