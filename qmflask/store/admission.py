@@ -252,17 +252,23 @@ def set_draining(store: Store, worker: str) -> None:
 
 
 def publish_configuration(
-    store: Store, expected: int, fingerprint: str, master: str | None, generation: int | None = None
+    store: Store,
+    expected: int,
+    fingerprint: str,
+    master: str | None,
+    source: str,
+    generation: int | None = None,
 ) -> int | None:
     """Make `generation` (`expected` + 1 if not given) the one in force; None when somebody else was faster.
 
-    Call it after the resolved file of that generation is on disk.
+    Call it after the resolved file of that generation is on disk. `source` is the file or folder it was read from.
     """
     generation = expected + 1 if generation is None else generation
     with store.write() as tx:
         done = tx.execute(
             "UPDATE scheduler SET config_generation = ?, config_fingerprint = ?, config_error = NULL, config_wall = ?,"
-            " master = COALESCE(?, master), schedule_version = schedule_version + 1 WHERE config_generation = ?",
-            (generation, fingerprint, time.time(), master, expected),
+            " config_source = ?, master = COALESCE(?, master), schedule_version = schedule_version + 1"
+            " WHERE config_generation = ?",
+            (generation, fingerprint, time.time(), source, master, expected),
         ).rowcount
         return generation if done else None

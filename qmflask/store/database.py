@@ -255,7 +255,8 @@ class Store:
         return _inode(self.path) != self._inode
 
     def reopen(self) -> None:
-        """Open the path anew, after `replaced()`."""
+        """Open the path anew, after `replaced()`; what is missing of the directory is made again."""
+        prepare_state_directory(self.directory)
         with self._lock:
             old, self._connection = self._connection, self._open()
             old.close()
