@@ -25,8 +25,8 @@ BENCH_PACKAGES := gcc:gcc wrk:wrk
 $(shell test -x $(PY) || rm -rf $(VENV))
 
 run: $(VENV)/for-run
-	@echo "Serving on http://127.0.0.1:8080 (Ctrl-C stops it and its models). In another terminal:"
-	@echo "  curl http://127.0.0.1:8080/v1/models"
+	@echo "Serving on http://127.0.0.1:$${PORT:-8080} (Ctrl-C stops it and its models). In another terminal:"
+	@echo "  curl http://127.0.0.1:$${PORT:-8080}/v1/models"
 	@exec $(PY) -m gunicorn wsgi:app
 
 test: $(VENV)/for-test

@@ -12,9 +12,9 @@ from werkzeug.exceptions import HTTPException
 
 from qmflask.config import ConfigError
 from qmflask.journal import install, wants_json
+from qmflask.places import source_path, state_path
 from qmflask.router import Router
-from qmflask.runtime import Runtime, complain, source_path, state_path
-from qmflask.shutdown import stop_models
+from qmflask.runtime import Runtime, complain
 from qmflask.store import StoreError
 from qmflask.web import (
     access,
@@ -121,16 +121,6 @@ def start_worker(worker: Any) -> None:
 def stop_worker(worker: Any) -> None:
     """`worker_exit`: resign and close."""
     _runtime.stop()
-
-
-def worker_died(pid: int) -> None:
-    """`child_exit`, in the master: nothing to do, the leader sees the pid's end by itself."""
-
-
-def stop_service() -> None:
-    """`on_exit`, in the master: stop all models, unless a new master has taken over or the configuration keeps them."""
-    setup_logging()
-    stop_models(state_path(source_path()))
 
 
 def setup_logging() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 wsgi_app = "qmflask.app:app"
 
-# Loopback, unless PORT is set, which gunicorn itself reads as "all addresses, that port". gunicorn is not made
+# Loopback; PORT changes the port only (gunicorn by itself would then listen on all addresses). gunicorn is not made
 # to face the world: put nginx in front (conf/nginx.conf), then this may be a unix socket (unix:/run/...).
-bind = [f"0.0.0.0:{os.environ['PORT']}"] if os.environ.get("PORT") else ["127.0.0.1:8080"]
+bind = [f"127.0.0.1:{os.environ.get('PORT') or 8080}"]
 
 # Threads, because a stream or a request that waits for a model holds one, doing nothing, for minutes.
 worker_class = "gthread"
@@ -97,6 +97,6 @@ def worker_exit(server: Any, worker: Any) -> None:
 
 def on_exit(server: Any) -> None:
     """In the master, last of all: stop the models, unless `onShutdown: keep` or a new master has taken over."""
-    from qmflask.app import stop_service
+    from qmflask.shutdown import stop_service
 
     stop_service()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 _TOOL_CALL = re.compile(
     rb'"(?:finish_reason"\s*:\s*"tool_calls|stop_reason"\s*:\s*"tool_use|type"\s*:\s*"function_call)"'
 )
+#: What OpenAI's streams end with, and how much of a stream's end is kept to see it.
+_LAST_EVENT = b"data: [DONE]"
+_TAIL = 24
 #: Longest match of _TOOL_CALL that is looked for across the border of two chunks.
 _SEAM = 64
 
@@ -233,13 +236,15 @@ class _StreamBody(_Body):
             self.close()  # before the last chunk: a client that comes back at once must not meet its own slot and lease
             raise
         except ClientGone as gone:
+            # Clients close at the last event; some servers end the body a moment after it.
+            self._outcome.complete = self._events and _LAST_EVENT in self._tail
             # EPIPE is what servers drop in silence; nothing is left to be told to this client.
             raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
         except QmflaskError as error:
             return self._fail(error)
         self._passing(data)
         if self._events:
-            self._tail = data[-4:] if len(data) >= 4 else (self._tail + data)[-4:]
+            self._tail = data[-_TAIL:] if len(data) >= _TAIL else (self._tail + data)[-_TAIL:]
         return data
 
     def _fail(self, error: QmflaskError) -> bytes:
@@ -320,6 +325,6 @@ def _note_error(outcome: Outcome, error: BaseException) -> None:
 
 def _end(outcome: Outcome, client: Client, on_end: Callable[[Outcome], None]) -> None:
     outcome.end_ns = time.monotonic_ns()
-    if client.gone:
+    if client.gone and not outcome.complete:
         outcome.gone = client.reason
     on_end(outcome)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from qmflask import journal
+from qmflask.places import source_path, state_path
 from qmflask.router import Router
 from qmflask.shutdown import stop_models
 
@@ -22,29 +21,6 @@ log = logging.getLogger(__name__)
 #: Threads a worker keeps from inference: two thirds for the streams of open pages, the rest for health, status, unload
 #: and cancel while every other thread is taken.
 RESERVE = 12
-
-
-def source_path() -> Path:
-    """The configuration's file or folder: `QMFLASK_CONFIG`, else the demonstration."""
-    given = os.environ.get("QMFLASK_CONFIG")
-    return Path(given).expanduser().absolute() if given else demonstration()
-
-
-def demonstration() -> Path:
-    """The shipped configuration: the one of the repository, where its readers change it, else the package's."""
-    package = Path(__file__).resolve().parent
-    in_repository = package.parent / "conf" / "quartermaster.yaml"
-    return in_repository if in_repository.exists() else package / "conf" / "quartermaster.yaml"
-
-
-def state_path(source: Path) -> Path:
-    """The state directory: `QMFLASK_STATE`, systemd's `$STATE_DIRECTORY`, else one for each configuration path."""
-    for name in ("QMFLASK_STATE", "STATE_DIRECTORY"):
-        given = os.environ.get(name)
-        if given:
-            return Path(given.split(":")[0]).expanduser().absolute()
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "qmflask" / hashlib.sha256(str(source).encode()).hexdigest()[:12]
 
 
 class Runtime:

@@ -7,9 +7,10 @@ import selectors
 import time
 from pathlib import Path
 
-from qmflask import processes
+from qmflask import journal, processes
 from qmflask.configfiles import read_resolved
 from qmflask.election import Candidacy
+from qmflask.places import source_path, state_path
 from qmflask.processes import Children
 from qmflask.states import DOWN, State
 from qmflask.store import Store, reading, scheduling
@@ -19,6 +20,13 @@ log = logging.getLogger(__name__)
 
 #: How long the lock is tried for; whoever has it then is a new generation of the service, whose models these are now.
 LOCK_WAIT = 2.0
+
+
+def stop_service() -> None:
+    """What the master does last: stop all models, unless a new master leads or the configuration keeps them."""
+    state = state_path(source_path())
+    journal.install(state / "logs", as_json=journal.wants_json())
+    stop_models(state)
 
 
 def stop_models(state: Path, *, kept: bool = True) -> bool:
@@ -77,6 +85,9 @@ def _stop(store: Store, generation: int) -> None:
                     end = time.monotonic_ns() + int(row.unload_timeout * SECOND)
                     scheduling.set_state(tx, row.model, State.STOPPING, "the service stopped", deadline=end)
             rows = reading.processes(tx)
+        left = [row.model for row in rows.values() if row.state not in DOWN]
+        if left:
+            log.info("stopping with the service: %s", ", ".join(sorted(left)))
         trees.adopt(rows, {}, time.monotonic_ns())
         while _left(store):
             due = trees.next_look()

@@ -574,6 +574,7 @@ class Trees:
                 hold_until=0,
             )
         del self._trees[row.model]
+        log.info("model %s: stopped, %s", row.model, row.reason)
         self.on_down()
 
     def _forget_pidfd(self, tree: Tree) -> None:

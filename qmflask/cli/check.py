@@ -33,7 +33,7 @@ def command(path: Path | None, config_dir: Path | None, as_json: bool, strict: b
     0 good, 1 errors (with --strict: or warnings).
     """
     if path is None:
-        from qmflask.runtime import source_path  # it brings the whole service along
+        from qmflask.places import source_path
 
         path = source_path()
     report = _report(path, config_dir)

@@ -43,7 +43,7 @@ def _lines(finding: Finding) -> Iterator[str]:
 def _examine(service: Service) -> Iterator[Finding]:
     from qmflask.cli import examine, local  # they bring the whole service along
     from qmflask.host import Host
-    from qmflask.runtime import source_path
+    from qmflask.places import source_path
 
     yield from examine.versions()
     config, found = examine.configuration(source_path())

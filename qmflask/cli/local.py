@@ -16,9 +16,9 @@ from qmflask.config import Config, ConfigError
 from qmflask.configfiles import load_path, read_resolved
 from qmflask.names import Names
 from qmflask.overview import overview
+from qmflask.places import source_path, state_path
 from qmflask.policy.rules import make_rules
 from qmflask.processes import Identity
-from qmflask.runtime import source_path, state_path
 from qmflask.states import DOWN
 from qmflask.store import Store, StoreError, reading
 from qmflask.store.reading import Status

@@ -130,7 +130,8 @@ def _lines(body: dict[str, Any]) -> list[str]:
         lines += list(body["victims"])
     else:
         lines.append("nothing would be stopped")
-    for pool in body.get("pools", []):
+    refused = body.get("decision") == "refuse" or body.get("refused")
+    for pool in [] if refused else body.get("pools", []):
         cap = f", {gib(pool['cap'])} in force now" if pool["cap"] != pool["budget"] else ""
         limit = f"of {gib(pool['budget'])}{cap}" if pool["budget"] else "without a budget"
         lines.append(f"{pool['pool']} ({pool['rule']} rule): {gib(pool['charge'])} for {body['model']}, {limit}")

@@ -64,7 +64,7 @@ def _check() -> None:
     """Say what is wrong with the configuration before gunicorn begins to talk."""
     from qmflask.config import ConfigError
     from qmflask.configfiles import load_path
-    from qmflask.runtime import demonstration, source_path
+    from qmflask.places import demonstration, source_path
 
     source = source_path()
     try:

@@ -178,6 +178,7 @@ class Store:
         try:
             for statement in _statements(SCHEMA):
                 connection.execute(statement)
+            _add_missing_columns(connection)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
@@ -298,6 +299,22 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return info.st_dev, info.st_ino
+
+
+def _add_missing_columns(connection: sqlite3.Connection) -> None:
+    """Bring the tables of an older qmflask of the same major version up to date; columns are only ever added."""
+    wanted = sqlite3.connect(":memory:")
+    try:
+        wanted.executescript(SCHEMA)
+        tables = [row[0] for row in wanted.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+            for _, name, kind, required, default, _ in wanted.execute(f"PRAGMA table_info({table})"):
+                if there and name not in there:
+                    rule = f" NOT NULL DEFAULT {default}" if required else ""
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}{rule}")
+    finally:
+        wanted.close()
 
 
 def _statements(script: str) -> list[str]:

@@ -20,6 +20,7 @@ LAYERS: dict[int, set[str]] = {
     2: {
         "store",
         "wake",
+        "places",
         "bell",
         "election",
         "proctree",

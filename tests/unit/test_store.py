@@ -89,6 +89,17 @@ def test_newer_schema_is_refused(store: Store) -> None:
         Store(store.directory, "boot-1")
 
 
+def test_tables_of_an_older_qmflask_get_their_new_columns(store: Store) -> None:
+    with store.write() as tx:
+        tx.execute("ALTER TABLE scheduler DROP COLUMN config_source")
+        tx.execute("ALTER TABLE processes DROP COLUMN answered")
+    again = Store(store.directory, "boot-1")
+    with again.read() as tx:
+        assert reading.status(tx).scheduler.config_source == ""
+        assert tx.execute("SELECT answered FROM processes").fetchall() == []
+    again.close()
+
+
 def test_another_boot_forgets_processes_requests_and_swaps_but_keeps_sizes(store: Store) -> None:
     term = scheduling.take_office(store, "w1", NOW)
     make_ready(store, "ant", term)

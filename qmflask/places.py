@@ -1,0 +1,30 @@
+"""Where things are: the configuration's source and the state directory, by environment and default."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def source_path() -> Path:
+    """The configuration's file or folder: `QMFLASK_CONFIG`, else the demonstration."""
+    given = os.environ.get("QMFLASK_CONFIG")
+    return Path(given).expanduser().absolute() if given else demonstration()
+
+
+def demonstration() -> Path:
+    """The shipped configuration: the one of the repository, where its readers change it, else the package's."""
+    package = Path(__file__).resolve().parent
+    in_repository = package.parent / "conf" / "quartermaster.yaml"
+    return in_repository if in_repository.exists() else package / "conf" / "quartermaster.yaml"
+
+
+def state_path(source: Path) -> Path:
+    """The state directory: `QMFLASK_STATE`, systemd's `$STATE_DIRECTORY`, else one for each configuration path."""
+    for name in ("QMFLASK_STATE", "STATE_DIRECTORY"):
+        given = os.environ.get(name)
+        if given:
+            return Path(given.split(":")[0]).expanduser().absolute()
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "qmflask" / hashlib.sha256(str(source).encode()).hexdigest()[:12]
