@@ -14,7 +14,8 @@ PYTEST_ARGS ?=
 MINUTES ?= 10
 
 # Debian packages by the command, library or file that shows they are there.
-TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx libgomp.so.1:libgomp1 chromium:chromium
+TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx uwsgi:uwsgi-core \
+	/usr/lib/uwsgi/plugins/python3_plugin.so:uwsgi-plugin-python3 libgomp.so.1:libgomp1 chromium:chromium
 BENCH_PACKAGES := gcc:gcc wrk:wrk
 
 .DELETE_ON_ERROR:
@@ -33,7 +34,7 @@ test: $(VENV)/for-test
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/for-test
 	$(PY) -m ruff check

@@ -7,7 +7,6 @@ answer.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ import orjson
 
 from qmflask.config import Config
 from qmflask.host import Host
-from qmflask.journal import Journal, configure, wants_json, write_all
+from qmflask.journal import Journal, configure, to_stdout, wants_json
 from qmflask.logfiles import ModelLog
 from qmflask.logtail import Tail
 from qmflask.recording import Access, LineStyle, Recording
@@ -225,7 +224,7 @@ class Activity:
         assert self._echo is not None
         while data := self._echo.read():
             if self._around.leading():
-                write_all(sys.stdout.fileno(), data)
+                to_stdout(data)
 
     def _end_echo(self) -> None:
         if self._echo is not None:

@@ -11,7 +11,6 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException
 
 from qmflask.config import ConfigError
-from qmflask.errors import ClientGone, QmflaskError
 from qmflask.journal import install, wants_json
 from qmflask.router import Router
 from qmflask.runtime import Runtime, complain, source_path, state_path
@@ -22,6 +21,7 @@ from qmflask.web import (
     auth,
     configuration,
     events,
+    failures,
     inference,
     inflight,
     logs,
@@ -36,7 +36,8 @@ from qmflask.web import (
     ui,
     upstream_path,
 )
-from qmflask.web.answers import error_answer, preflight, redirect, text_answer
+from qmflask.web.ahead import Ahead
+from qmflask.web.answers import preflight, redirect, text_answer
 from qmflask.web.draining import drain
 from qmflask.web.raw import cleaned, raw_path
 
@@ -46,25 +47,30 @@ _runtime = Runtime()
 os.register_at_fork(after_in_child=_runtime.forget)
 
 
+#: Answer the model routes ahead of Flask's dispatch, which costs as much as all else we do for them; 0 turns it off.
+AHEAD = os.environ.get("QMFLASK_AHEAD", "1") != "0"
+
 #: Each has `blueprint(router)`; `access` is registered before them.
 _MODULES = (
-    *(upstream_path, inference, models, profiles, operations, configuration, memory),
+    *(upstream_path, models, profiles, operations, configuration, memory),
     *(logs, metrics, prometheus, events, inflight, status, ui),
 )
 
 
-def create_app(router: Callable[[], Router] = _runtime.router) -> Flask:
+def create_app(router: Callable[[], Router] = _runtime.router, *, ahead: bool = AHEAD) -> Flask:
     """The Flask application over a source of this process's Router."""
+    answers = inference.Inference()
     app = Flask("qmflask", static_folder=None)
     app.url_map.merge_slashes = False  # `_before` redirects, in the spelling that the client used
     app.register_blueprint(access.blueprint(router))  # its clock starts first
     app.before_request(_before)
+    app.register_blueprint(inference.blueprint(router, answers))
     for module in _MODULES:
         app.register_blueprint(module.blueprint(router))
-    app.register_error_handler(QmflaskError, _known_error)
-    app.register_error_handler(ClientGone, _client_gone)
     app.register_error_handler(HTTPException, _http_error)
-    app.register_error_handler(Exception, _bug)
+    app.register_error_handler(Exception, _failed)
+    if ahead:
+        app.wsgi_app = Ahead(app.wsgi_app, router, answers)  # type: ignore[method-assign]
     return app
 
 
@@ -81,23 +87,6 @@ def _before() -> Response | None:
     return redirect(307, clean, environ.get("QUERY_STRING", ""), environ.get("SCRIPT_NAME", ""))
 
 
-def _known_error(error: QmflaskError) -> Response:
-    drain(request.environ)
-    return error_answer(error, request.headers.get("Accept", ""), request.environ.get(request_id.KEY))
-
-
-def _client_gone(error: ClientGone) -> Response:
-    """Nobody reads this, unless the request was cancelled through the API."""
-    accept, identity = request.headers.get("Accept", ""), request.environ.get(request_id.KEY)
-    return error_answer(Cancelled("the request was cancelled"), accept, identity)
-
-
-class Cancelled(QmflaskError):
-    """What a client reads whose request somebody cancelled through the API before its answer began."""
-
-    status, code = 499, "cancelled"
-
-
 def _http_error(error: HTTPException) -> Response:
     drain(request.environ)
     text = "404 page not found" if error.code == 404 else f"{error.code} {error.name}"
@@ -105,9 +94,8 @@ def _http_error(error: HTTPException) -> Response:
     return text_answer(text, error.code or 500, headers)
 
 
-def _bug(error: Exception) -> Response:
-    log.exception("%s %s failed", request.method, request.path)
-    return _known_error(QmflaskError("internal error; the log has the details"))
+def _failed(error: Exception) -> Response:
+    return failures.answer(error, request.environ)
 
 
 # -- what gunicorn_conf.py calls -------------------------------------------------------------------------------

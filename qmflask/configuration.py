@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qmflask import processes
 from qmflask.config import Config, ConfigError
 from qmflask.configfiles import fingerprint, load_path, read_resolved, write_resolved
 from qmflask.names import Names
 from qmflask.policy.rules import Rules, make_rules
-from qmflask.store import Store, admission, reading
+from qmflask.processes import Identity
+from qmflask.store import Store, StoreError, admission, reading
+from qmflask.store.rows import SchedulerRow
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class Configuration:
                 log.warning(
                     "the resolved configuration %d is lost (%s): reading %s", row.config_generation, error, self.source
                 )
+        self._refuse_to_share(row)
         mark = self._mark()
         config = self._load()
         while self._publish(store, row.config_generation, mark, config, master) is None:
@@ -76,6 +80,18 @@ class Configuration:
         with store.read() as tx:
             generation = reading.scheduler(tx).config_generation
         return self.take_up(store, generation)
+
+    def _refuse_to_share(self, row: SchedulerRow) -> None:
+        """Two services of one configuration are one service; of two, each would serve the other's models."""
+        pid, _, ticks = row.master.partition("-")
+        if not ticks or not Identity(int(pid), int(ticks), processes.boot_id()).alive():
+            return
+        if row.config_source not in ("", str(self.source)):
+            raise StoreError(
+                f"the state directory {self._state} belongs to a running qmflask (pid {pid}) that serves"
+                f" {row.config_source}, not {self.source}; give this one another QMFLASK_STATE"
+            )
+        log.info("joining the service of pid %s: both serve %s", pid, self.source)
 
     def take_up(self, store: Store, generation: int) -> Live:
         """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing.
@@ -151,9 +167,8 @@ class Configuration:
         if generation == 0:
             log.warning("the state store is new: publishing configuration %d again", live.generation)
             write_resolved(self._state, live.generation, live.config)
-            generation = (
-                admission.publish_configuration(store, 0, self._seen or self._mark(), self.master, live.generation) or 0
-            )
+            mark, source = self._seen or self._mark(), str(self.source)
+            generation = admission.publish_configuration(store, 0, mark, self.master, source, live.generation) or 0
         if generation == 0:  # somebody else was faster
             with store.read() as tx:
                 generation = reading.scheduler(tx).config_generation
@@ -174,4 +189,4 @@ class Configuration:
 
     def _publish(self, store: Store, generation: int, mark: str, config: Config, master: str | None) -> int | None:
         write_resolved(self._state, generation + 1, config)
-        return admission.publish_configuration(store, generation, mark, master)
+        return admission.publish_configuration(store, generation, mark, master, str(self.source))

@@ -107,7 +107,10 @@ def valid_header(name: str, value: str) -> bool:
 
 def first(headers: Iterable[Header], name: str) -> str | None:
     """The first value of a header, given in lower case."""
-    return next((value for key, value in headers if key.lower() == name), None)
+    for key, value in headers:
+        if key.lower() == name:
+            return value
+    return None
 
 
 def is_event_stream(headers: Iterable[Header]) -> bool:

@@ -97,7 +97,7 @@ class Journal:
     def write(self, lines: bytes) -> None:
         """Append complete lines; other workers' lines never end up inside them."""
         if self.stdout:
-            write_all(sys.stdout.fileno(), lines)
+            to_stdout(lines)
         with self._lock:
             try:
                 self._append(lines)
@@ -127,6 +127,16 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def to_stdout(lines: bytes) -> None:
+    """Whole lines past Python's buffer; under mod_wsgi stdout is Apache's log, which has no descriptor."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:
+        sys.stdout.write(lines.decode("utf-8", "replace"))
+        return
+    write_all(descriptor, lines)
 
 
 class JournalHandler(logging.Handler):

@@ -17,7 +17,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -216,22 +217,39 @@ def _popen(
         raise SpawnError("empty command: nothing to start")
     output = _open_log(log_path)
     try:
-        return subprocess.Popen(
-            list(argv),
-            executable=_executable(argv[0], env),
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            close_fds=True,
-            pass_fds=pass_fds,
-        )
+        executable = _executable(argv[0], env)
+        with _no_signal_blocked():
+            return subprocess.Popen(
+                list(argv),
+                executable=executable,
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                close_fds=True,
+                pass_fds=pass_fds,
+            )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise SpawnError(_explain(argv[0], error, cwd)) from error
     finally:
         os.close(output)
+
+
+@contextmanager
+def _no_signal_blocked() -> Iterator[None]:
+    """A child inherits which signals its parent's thread blocks. uWSGI blocks them all in its threads, and with them in
+    ours: such a child would never see a TERM."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    if not blocked:
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _open_log(path: str | os.PathLike[str] | None) -> int:

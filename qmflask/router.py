@@ -518,6 +518,9 @@ class Router:
         """The file was removed or replaced: open the new one and enter ourselves, our leases and waiters again."""
         log.warning("the state store was replaced: entering %d leases again", len(self._leases))
         self._store.reopen()
+        if self._mailbox.lost(self.state / "wake"):
+            self._mailbox.close()
+            self._mailbox = Mailbox(self.state / "wake", self.worker)
         self._register()
         self._configuration.refresh(self._store)
         self._reconcile()

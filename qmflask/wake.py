@@ -68,6 +68,13 @@ class Mailbox:
         except FileNotFoundError:
             return
 
+    def lost(self, directory: Path) -> bool:
+        """True when `directory` is no longer the folder in which our socket lies (it was removed or replaced)."""
+        try:
+            return not os.path.samestat(os.fstat(self._directory), directory.stat())
+        except FileNotFoundError:
+            return True
+
     def close(self) -> None:
         """Remove our file and close the sockets."""
         self.remove(self._name)

@@ -14,11 +14,11 @@ import click
 from qmflask.askserver import AskError, ask, free_port
 from qmflask.config import Config, ConfigError, LaunchError, Model, load
 from qmflask.configfiles import read_sources
-from qmflask.memory.estimate import Estimate, Settings, estimate
+from qmflask.hints import command_of, estimate_of
+from qmflask.memory.estimate import Estimate, Settings
 from qmflask.memory.gguf import GGUFError
-from qmflask.memory.llama import Command, read_command
+from qmflask.memory.llama import Command
 from qmflask.memory.samples import GIB, MIB
-from qmflask.modelfiles import read_model
 from qmflask.policy.eviction import gib
 
 
@@ -70,7 +70,7 @@ def command(
         str(file), settings, str(mmproj) if mmproj else None, str(draft) if draft else None, replace(settings)
     )
     try:
-        found = _estimate(wanted)
+        found = estimate_of(wanted)
         if ask_server:
             found = replace(found, rows=tuple(ask(_server_argv(server, wanted), {}, timeout)))
     except (GGUFError, AskError) as error:
@@ -79,16 +79,6 @@ def command(
         click.echo(json.dumps(_document(found), indent=2))
     else:
         click.echo("\n".join([*_table(found), "", found.yaml()]))
-
-
-def _estimate(wanted: Command) -> Estimate:
-    return estimate(
-        read_model(wanted.model),
-        wanted.settings,
-        read_model(wanted.projector) if wanted.projector else None,
-        read_model(wanted.draft) if wanted.draft else None,
-        wanted.draft_settings,
-    )
 
 
 def _server_argv(server: str, wanted: Command) -> list[str]:
@@ -129,14 +119,10 @@ def _configured(path: Path, ask_timeout: float | None, as_json: bool) -> None:
 
 
 def _one(model: Model, ask_timeout: float | None) -> Estimate:
-    launch = model.launch(free_port()) if ask_timeout is not None else model.launch()
-    wanted = read_command(launch.argv, launch.env)
-    if wanted is None:
-        raise GGUFError("its command names no GGUF file (-m FILE.gguf)")
-    if model.pool == "ram":  # a model that is meant for the processor
-        cpu = replace(wanted.settings, gpu_layers=0)
-        wanted = replace(wanted, settings=cpu, draft_settings=replace(wanted.draft_settings, gpu_layers=0))
-    found = _estimate(wanted)
+    port = free_port() if ask_timeout is not None else None
+    wanted = command_of(model, port)
+    launch = model.launch(port)
+    found = estimate_of(wanted)
     if ask_timeout is None:
         return found
     return replace(found, rows=tuple(ask(launch.argv, launch.env, ask_timeout)))

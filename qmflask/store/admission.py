@@ -148,7 +148,10 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
     """
     with store.write() as tx:
         tx.execute("DELETE FROM requests WHERE id = ?", (request,))
-        tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
+        tick, waiting = tx.execute(
+            "UPDATE scheduler SET tick = tick + 1"
+            " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')"
+        ).fetchone()
         row = tx.execute(
             "UPDATE processes SET tick = ?, idle_since = ?, answered = 1 WHERE model = ? RETURNING state, hold_until",
             (tick, now, model),
@@ -156,7 +159,6 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
         if hold_until is not None and row is not None and row["hold_until"] != hold_until:
             tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))
             tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
-        waiting = tx.execute("SELECT EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')").fetchone()[0]
         return bool(waiting) or (row is not None and row["state"] == "draining")
 
 
@@ -250,17 +252,23 @@ def set_draining(store: Store, worker: str) -> None:
 
 
 def publish_configuration(
-    store: Store, expected: int, fingerprint: str, master: str | None, generation: int | None = None
+    store: Store,
+    expected: int,
+    fingerprint: str,
+    master: str | None,
+    source: str,
+    generation: int | None = None,
 ) -> int | None:
     """Make `generation` (`expected` + 1 if not given) the one in force; None when somebody else was faster.
 
-    Call it after the resolved file of that generation is on disk.
+    Call it after the resolved file of that generation is on disk. `source` is the file or folder it was read from.
     """
     generation = expected + 1 if generation is None else generation
     with store.write() as tx:
         done = tx.execute(
             "UPDATE scheduler SET config_generation = ?, config_fingerprint = ?, config_error = NULL, config_wall = ?,"
-            " master = COALESCE(?, master), schedule_version = schedule_version + 1 WHERE config_generation = ?",
-            (generation, fingerprint, time.time(), master, expected),
+            " config_source = ?, master = COALESCE(?, master), schedule_version = schedule_version + 1"
+            " WHERE config_generation = ?",
+            (generation, fingerprint, time.time(), source, master, expected),
         ).rowcount
         return generation if done else None

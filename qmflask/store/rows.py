@@ -186,6 +186,7 @@ class SchedulerRow:
     schedule_version: int
     config_generation: int
     config_fingerprint: str
+    config_source: str
     config_error: str | None
     config_wall: float
     master: str

@@ -14,6 +14,7 @@ CREATE TABLE IF NOT EXISTS scheduler (          -- exactly one row
     schedule_version  INTEGER NOT NULL DEFAULT 1,  -- bumped by whatever changes what the policy sees
     config_generation INTEGER NOT NULL DEFAULT 0,  -- 0: nothing published yet
     config_fingerprint TEXT   NOT NULL DEFAULT '',
+    config_source     TEXT    NOT NULL DEFAULT '', -- the file or folder it was read from
     config_error      TEXT,                        -- why the newest file was not taken
     config_wall       REAL    NOT NULL DEFAULT 0,
     master            TEXT    NOT NULL DEFAULT '', -- identity of the process that forks the workers

@@ -23,21 +23,32 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     routes = Blueprint("access", __name__)
 
     @routes.before_app_request
-    def begin() -> None:
-        request.environ["qmflask.began"] = time.monotonic_ns()
+    def begun() -> None:
+        begin(request.environ)
 
     @routes.after_app_request
-    def end(response: Response) -> Response:
-        environ = request.environ
-        if "qmflask.recorded" in environ or (request.path.startswith(SILENT) and response.status_code < 400):
-            return response
-        if response.is_streamed:
-            response.call_on_close(lambda: _note(router(), environ, response))
-        else:
-            _note(router(), environ, response)
+    def ended(response: Response) -> Response:
+        end(router, request.environ, response)
         return response
 
     return routes
+
+
+def begin(environ: dict[str, Any]) -> None:
+    """The request is here."""
+    environ["qmflask.began"] = time.monotonic_ns()
+
+
+def end(router: Callable[[], Router], environ: dict[str, Any], response: Response) -> None:
+    """Its answer is on the way: note it, when its body has been sent, unless a recording does."""
+    if "qmflask.recorded" in environ:
+        return
+    if environ.get("PATH_INFO", "").startswith(SILENT) and response.status_code < 400:
+        return
+    if response.is_streamed:
+        response.call_on_close(lambda: _note(router(), environ, response))
+    else:
+        _note(router(), environ, response)
 
 
 def _note(router: Router, environ: dict[str, Any], response: Response) -> None:

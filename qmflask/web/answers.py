@@ -30,15 +30,19 @@ class Passed(Response):
 
     def __call__(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         """Called by the WSGI server."""
-        relayed = self._relayed
-        try:
-            start_response(relayed.status, relayed.headers)
-        except BaseException:
-            close = getattr(relayed.body, "close", None)  # the server closes only what it was given
-            if close is not None:
-                close()
-            raise
-        return relayed.body
+        return pass_on(self._relayed, start_response)
+
+
+def pass_on(relayed: Relayed, start_response: Any) -> Iterable[bytes]:
+    """Give a relayed answer to the WSGI server."""
+    try:
+        start_response(relayed.status, relayed.headers)
+    except BaseException:
+        close = getattr(relayed.body, "close", None)  # the server closes only what it was given
+        if close is not None:
+            close()
+        raise
+    return relayed.body
 
 
 def json_answer(value: Any, status: int = 200, headers: list[Header] | None = None) -> Response:

@@ -37,10 +37,9 @@ POST_ROUTES: dict[str, str] = {
 GET_ROUTES: dict[str, str] = {name: name for name in ("/v1/audio/voices", "/sdapi/v1/loras", "/props")}
 
 
-def blueprint(router: Callable[[], Router]) -> Blueprint:
+def blueprint(router: Callable[[], Router], inference: Inference) -> Blueprint:
     """The model routes over the process's router."""
     routes = Blueprint("inference", __name__)
-    inference = Inference()
 
     def view(path: str) -> Response:
         return Passed(inference.answer(router(), request.environ, path))

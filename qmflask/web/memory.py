@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from flask import Blueprint, Response, request
 
 from qmflask.errors import MissingModel, ModelNotFound
+from qmflask.hints import hint
 from qmflask.memory.charges import charge
 from qmflask.router import Router
 from qmflask.states import DOWN
@@ -33,6 +35,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
             raise ModelNotFound(f"no router for requested model {name!r}; GET /v1/models lists the models")
         found = router().plan(resolved.id)
         found["sizes"] = _sizes(router())
+        found["hints"] = _hints(router(), [resolved.id, *(line["model"] for line in _residents(found))])
         return json_answer(found)
 
     @routes.get("/api/memory")
@@ -47,6 +50,18 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         return json_answer({"msg": "ok"})
 
     return routes
+
+
+def _residents(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line for pool in found.get("pools", []) for line in pool["residents"]]
+
+
+def _hints(router: Router, names: list[str]) -> dict[str, Any]:
+    """For models of unknown size: what the header or the file suggests; shown, never charged."""
+    models, charges = router.live.config.models, router.live.rules.charges
+    unknown = [n for n in dict.fromkeys(names) if n in models and not (charges[n].vram or charges[n].ram)]
+    guesses = {name: hint(models[name]) for name in unknown}
+    return {name: asdict(guess) for name, guess in guesses.items() if guess is not None}
 
 
 def _sizes(router: Router) -> dict[str, Any]:

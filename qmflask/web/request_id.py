@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
-import uuid
 from typing import Any
 
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=-]{0,127}")
@@ -22,7 +22,7 @@ _current = _Current()
 def assign(environ: dict[str, Any]) -> str:
     """The client's X-Request-Id where it is sane, else a new one; kept in the environ, and for this thread's log."""
     given = environ.get("HTTP_X_REQUEST_ID", "")
-    found = given if _SANE.fullmatch(given) else uuid.uuid4().hex
+    found = given if _SANE.fullmatch(given) else os.urandom(16).hex()
     environ[KEY] = _current.id = found
     return found
 

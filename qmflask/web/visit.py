@@ -23,6 +23,7 @@ from qmflask.web import request_id
 
 #: A client that sends nothing of a body it has begun for this long will not send the rest either.
 READ_SECONDS = 60.0
+_NOTHING = contextlib.nullcontext()
 #: Longest wait a client may ask for, in ms.
 _MAX_WAIT_MS = 24 * 3600 * 1000
 
@@ -105,7 +106,8 @@ class Visit:
         """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
         if self.recording is not None:
             self.recording.sent(self.path, sending.headers, sending.body)
-        with self.reading():  # what is left of an upload
+        upload = sending.body is not None and not isinstance(sending.body, bytes)
+        with self.reading() if upload else _NOTHING:
             return open_relay(
                 self.router.upstream,
                 sending,
@@ -140,19 +142,27 @@ class Visit:
         if self._ended:
             return
         self._ended = True
-        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others run
-            stack.callback(request_id.forget)
-            stack.callback(self.router.free_slot)
-            if self.recording is not None:
-                stack.callback(_settle, self.recording, outcome, error)
-            if self.on_end is not None:
-                stack.callback(self.on_end)
-            if self.body is not None:
-                stack.callback(self.body.close)
-            if self._sock is not None:
-                stack.callback(self.router.hangups.unwatch, self._sock)
+        try:
             if self.lease is not None:
                 self.lease.end(tool_call=outcome is not None and outcome.tool_call)
+        finally:  # whatever one of them raises, the others run
+            self._leave(outcome, error)
+
+    def _leave(self, outcome: Outcome | None, error: BaseException | None) -> None:
+        self.router.free_slot()
+        request_id.forget()
+        if self.on_end is not None:
+            self.on_end()
+        if self.recording is not None:
+            _settle(self.recording, outcome, error)
+        try:
+            if self._sock is not None:
+                self.router.hangups.unwatch(self._sock)
+                if self._sock.fileno() >= 0:
+                    self._sock.settimeout(READ_SECONDS)  # for what the server still writes: the end of a chunked body
+        finally:
+            if self.body is not None:
+                self.body.close()
 
 
 class Moves:

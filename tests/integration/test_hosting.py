@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +55,23 @@ def start_other(folder: Path, *server: str) -> Other:
     return service
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
-def test_waitress(tmp_path: Path, ending: signal.Signals) -> None:
+def test_waitress(tmp_path: Path) -> None:
     listen = ("--listen=127.0.0.1:{port}", "--threads=16", "qmflask.app:app")
     service = start_other(tmp_path / "waitress", sys.executable, "-m", "waitress", *listen)
     try:
         service.start()
         swaps_and_streams(service)
-        service.signal(ending)
-        assert service.process is not None
-        service.process.wait(PATIENCE)
-        if ending == signal.SIGINT:
-            assert not service.processes(), "this is the end of the service: models stop"
-            return
-        # waitress is simply gone; the models are there for the next start, which adopts them.
+        service.stop()
+        # After TERM waitress is simply gone; the models are there for the next start, which adopts them.
         (pid,) = service.processes()
         service.spawn()
         service.wait_until_up()
         row = eventually(service.running, "adopted")[0]  # the first request begins it: there is no hook
         assert (row["model"], row["pid"], row["state"]) == ("beta", pid, "ready")
         service.signal(signal.SIGINT)
+        assert service.process is not None
         service.process.wait(PATIENCE)
-        assert not service.processes()
+        assert not service.processes(), "INT is an end of the service: models stop"
     finally:
         service.close()
 
@@ -88,6 +85,34 @@ def test_gunicorn_without_our_settings(tmp_path: Path) -> None:
         service.start()
         swaps_and_streams(service)
         assert service.stop() == 0
+        eventually(lambda: not service.processes(), "the last worker stops the models")
+    finally:
+        service.close()
+
+
+def uwsgi() -> list[str]:
+    """uWSGI's command line up to its plugin for this Python, or a reason to skip."""
+    program = shutil.which("uwsgi")
+    if program is None:
+        pytest.skip("uwsgi is not installed (Debian: uwsgi-core, uwsgi-plugin-python3)")
+    command = [program, "--plugin", "python3"] if program == "/usr/bin/uwsgi" else [program]
+    told = subprocess.run([*command, "--python-version"], capture_output=True, text=True)
+    wanted = f"{sys.version_info.major}.{sys.version_info.minor}."
+    if not told.stdout.strip().startswith(wanted):
+        pytest.skip(f"uwsgi is built for Python {told.stdout.strip() or '?'}, this is {wanted}x")
+    return command
+
+
+def test_uwsgi(tmp_path: Path) -> None:
+    # The plugin brings its own standard library (no -H): of our environment it gets the packages alone.
+    packages = ("--pythonpath", sysconfig.get_path("purelib"), "--pythonpath", str(REPO))
+    where = (*packages, "--http-socket", "127.0.0.1:{port}")
+    sizes = ("--master", "--processes", "2", "--threads", "16", "--enable-threads", "--lazy-apps", "--need-app")
+    service = start_other(tmp_path / "uwsgi", *uwsgi(), *where, *sizes, "--die-on-term", "--module", "qmflask.app:app")
+    try:
+        service.start()
+        swaps_and_streams(service)
+        service.stop()
         eventually(lambda: not service.processes(), "the last worker stops the models")
     finally:
         service.close()

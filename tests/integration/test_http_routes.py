@@ -17,9 +17,9 @@ from tests.service import Reply, Service
 NAMES = ["org/with/slashes", "tag:7b", "with space", "ünï-cödé-猫", "per%20cent", "plus+and&", "q?#"]
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Echo models of all kinds of names, in one group without swapping."""
+@pytest.fixture(scope="module", params=["1", "0"], ids=["ahead", "flask"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Echo models of all kinds of names, in one group without swapping; ahead of Flask's dispatch and behind it."""
     models = {name: echo_model() for name in NAMES}
     models["echo"] = echo_model(aliases=["other"])
     models["renamed"] = echo_model(useModelName="real", filters={"stripParams": "drop", "setParams": {"add": 1}})
@@ -30,7 +30,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "maxBodyMB": 1,
         "groups": {"all": {"swap": False, "members": list(models)}},
     }
-    with shared(tmp_path_factory.mktemp("routes"), config) as service:
+    with shared(tmp_path_factory.mktemp("routes"), config, env={"QMFLASK_AHEAD": request.param}) as service:
         yield service
 
 

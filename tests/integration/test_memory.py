@@ -243,3 +243,60 @@ def test_memory_and_plan_name_who_holds_what(serve: Serve) -> None:
     assert (plan["decision"], plan["victims"]) == ("start", ["alpha"])
     assert service.get("/api/plan?model=nobody").status == 404
     assert service.get("/api/plan").status == 400
+
+
+def test_the_plan_has_hints_for_models_of_unknown_size(
+    start_service: StartService, llama_server: Path, tiny_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    blob = tmp_path / "model.bin"
+    blob.write_bytes(b"x" * 5000)
+    gguf = tiny_gguf("alpha")
+    service = start_service(
+        {
+            "vramBudgetGB": 8,
+            "models": {
+                "header": {"cmd": f"{llama_server} -m {gguf} --port ${{PORT}} -c 512 -np 1"},
+                "file": {"cmd": f"some-server --model {blob} --port ${{PORT}}"},
+            },
+        }
+    )
+    by_header = service.get("/api/plan?model=header").json()["hints"]["header"]
+    assert by_header["origin"] == "header"
+    assert by_header["vram"] + by_header["ram"] > gguf.stat().st_size
+    assert service.get("/api/plan?model=file").json()["hints"] == {"file": {"vram": 5000, "ram": 0, "origin": "file"}}
+
+
+def test_cpu_models_share_the_ram_budget_and_give_way_to_offloaded_shares(start_service: StartService) -> None:
+    def config(service: Service) -> dict[str, Any]:
+        sizes = {"cpu1": (0, 5), "cpu2": (0, 5), "gpu": (6, 4)}
+        models = {
+            name: {"cmd": service.fake(name), "estVramGB": vram, "estRamGB": ram} for name, (vram, ram) in sizes.items()
+        }
+        groups = {"cpu": {"pool": "ram", "members": ["cpu1", "cpu2"]}}
+        return {"vramBudgetGB": 16, "ramBudgetGB": 12, "models": models, "groups": groups, "learnSizes": False}
+
+    service = start_service(config)
+
+    def up() -> set[str]:
+        return {row["model"] for row in service.running()}
+
+    for name in ("cpu1", "cpu2"):
+        assert service.chat(name).status == 200
+    assert up() == {"cpu1", "cpu2"}
+    assert service.chat("gpu").status == 200
+    assert up() == {"cpu2", "gpu"}, "the GPU model's 4 GiB push the colder CPU model"
+    assert service.chat("cpu1").status == 200
+    assert up() == {"cpu1", "gpu"}, "a CPU model pushes only its own kind"
+
+
+def test_learned_sizes_survive_a_restart(serve: Serve) -> None:
+    service = serve({"alpha": 5}, estimates=False)
+    service.chat("alpha")
+
+    def measured() -> Any:
+        return service.get("/api/memory").json().get("sizes", {}).get("alpha", {}).get("vram", {}).get("measured")
+
+    eventually(measured, "the size is learned", timeout=20)
+    service.stop()
+    service.start()
+    assert measured() == 5 * GIB << 20

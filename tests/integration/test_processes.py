@@ -571,3 +571,21 @@ def no_stray_children() -> Iterator[None]:
     yield
     with contextlib.suppress(ChildProcessError):
         assert os.waitpid(-1, os.WNOHANG) == (0, 0), "an unreaped child is left"
+
+
+def test_a_child_hears_signals_that_the_thread_blocks(tmp_path: Path) -> None:
+    """As under uWSGI, whose threads block all of them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        with SpawnLock(tmp_path / "lock") as lock:
+            assert lock.try_acquire()
+            child = processes.spawn(["sleep", "60"], os.environ, "token", tmp_path / "log", lock.fd)
+        assert {signal.SIGTERM, signal.SIGUSR1} <= signal.pthread_sigmask(signal.SIG_BLOCK, ()), "ours is as it was"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    child.popen.terminate()
+    try:
+        assert child.popen.wait(10) == -signal.SIGTERM
+    finally:
+        child.popen.kill()
+        child.popen.wait()

@@ -127,6 +127,7 @@ def test_headers_are_let_go_before_the_first_event_and_events_are_not_delayed(re
             assert next(body) == b"data: %d\n\n" % number
         with pytest.raises(StopIteration):
             next(body)
+        assert relay.end.complete, "all is given back before the client can see the end, and come again"
         close(relayed)
     assert relay.end.complete
 

@@ -162,3 +162,24 @@ def test_hup_keeps_models_and_streams(start_service: StartService) -> None:
         assert list(events)[-1] == "[DONE]"
     (after,) = service.running()
     assert after["pid"] == before["pid"]
+
+
+def test_two_services_do_not_share_a_state_directory_unless_they_are_one(start_service: StartService) -> None:
+    first = start_service(lambda s: config_of(s, alpha={}))
+    other = start_service(lambda s: config_of(s, beta={}), up=False, env={"QMFLASK_STATE": str(first.state)})
+    other.spawn()
+    assert other.process is not None and other.process.wait(30) != 0
+    assert "belongs to a running qmflask" in other.log() and str(first.config_path) in other.log()
+    assert first.chat("alpha").status == 200
+    assert first.chat("beta").code == "model_not_found"
+
+
+def test_a_removed_state_directory_is_made_again(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}, beta={}))
+    service.chat("alpha")
+    os.rename(service.state, service.folder / "taken-away")
+    eventually(lambda: service.chat("beta").status == 200, "requests are served again", timeout=20, every=0.5)
+    assert service.state.stat().st_mode & 0o777 == 0o700
+    assert generation(service) >= 1
+    reload_with(service, config_of(service, gamma={}))
+    assert service.chat("gamma").status == 200

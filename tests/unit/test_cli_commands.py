@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from qmflask.cli.example import FILES
 from qmflask.cli.serve import arguments
 from qmflask.cli.table import span, table
 from qmflask.config import Source, load
+from qmflask.journal import Journal
 from qmflask.memory.samples import GIB, Card
 from tests.service import REPO
 
@@ -118,3 +121,18 @@ def test_doctor_on_nginx(tmp_path: Path) -> None:
     assert {"warn"} == set(grades(found)) and any("proxy_buffering off" in finding.text for finding in found)
     (tmp_path / "good.conf").write_text("location / { proxy_pass http://other; }")
     assert not list(nginx([tmp_path]))
+
+
+def test_the_log_reaches_a_stdout_without_a_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As under mod_wsgi, where it is Apache's log."""
+
+    class ApacheLog(io.StringIO):
+        def fileno(self) -> int:
+            raise OSError("not associated with a file descriptor")
+
+    out = ApacheLog()
+    monkeypatch.setattr(sys, "stdout", out)
+    journal = Journal(tmp_path)
+    journal.write(b"a line\n")
+    journal.close()
+    assert out.getvalue() == "a line\n" and (tmp_path / "qmflask.log").read_bytes() == b"a line\n"

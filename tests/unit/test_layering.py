@@ -47,6 +47,7 @@ LAYERS: dict[int, set[str]] = {
     3: {
         "configuration",
         "meter",
+        "hints",
         "accounts",
         "trees",
         "starts",

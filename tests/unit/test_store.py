@@ -229,8 +229,8 @@ def test_cached_snapshot_is_dropped_when_a_state_changes(store: Store) -> None:
 
 
 def test_worker_with_an_old_configuration_is_told_so(store: Store) -> None:
-    assert admission.publish_configuration(store, 0, "mark", "m1") == 1
-    assert admission.publish_configuration(store, 0, "mark", "m1") is None
+    assert admission.publish_configuration(store, 0, "mark", "m1", "/c.yaml") == 1
+    assert admission.publish_configuration(store, 0, "mark", "m1", "/c.yaml") is None
     assert Admissions(store).admit(rules(), 0, arrival(), NOW) == Stale(1)
     with store.read() as tx:
         assert reading.requests(tx, "queued", "granted") == []
