@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ Transaction = sqlite3.Connection
 
 #: How long a statement waits for another process's write transaction, in milliseconds.
 BUSY_TIMEOUT_MS = 5000
+
+#: Tells whether a database has exactly the tables of this code; kept in its `application_id`.
+_TABLES = zlib.crc32(SCHEMA.encode()) & 0x7FFFFFFF
 
 _NETWORK_FILESYSTEMS = {
     "nfs",
@@ -171,7 +175,8 @@ class Store:
         if version != SCHEMA_VERSION:
             return False
         row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
-        return row is not None and row["boot_id"] == self.boot_id
+        tables = connection.execute("PRAGMA application_id").fetchone()[0]
+        return row is not None and row["boot_id"] == self.boot_id and tables == _TABLES
 
     def _migrate(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
@@ -180,6 +185,7 @@ class Store:
                 connection.execute(statement)
             _add_missing_columns(connection)
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            connection.execute(f"PRAGMA application_id={_TABLES}")
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
                 connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))

@@ -93,6 +93,7 @@ def test_tables_of_an_older_qmflask_get_their_new_columns(store: Store) -> None:
     with store.write() as tx:
         tx.execute("ALTER TABLE scheduler DROP COLUMN config_source")
         tx.execute("ALTER TABLE processes DROP COLUMN answered")
+        tx.execute("PRAGMA application_id=1")
     again = Store(store.directory, "boot-1")
     with again.read() as tx:
         assert reading.status(tx).scheduler.config_source == ""
