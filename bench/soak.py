@@ -35,13 +35,14 @@ def main() -> int:
             storm = Storm(Path(folder), seed, options.clients)
             problems = storm.run(60 * options.minutes, options.every)
             print(storm.figures())
+            log = Path("build/soak.log")
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(storm.service.log())
             if problems:
                 bad += 1
-                log = Path(f"build/soak-{seed}.log")
-                log.parent.mkdir(exist_ok=True)
-                log.write_text(storm.service.log())
-                print(f"the service's log is in {log}")
-        print("\n".join(problems) or "nothing was lost, doubled or left behind", flush=True)
+                print("\n".join([*problems, f"the service's log is in {log}"]))
+                break
+        print("nothing was lost, doubled or left behind", flush=True)
     return 1 if bad else 0
 
 

@@ -427,6 +427,8 @@ class Router:
             try:
                 kinds = self._mailbox.receive(LOOK)
                 self._mails += 1
+                if self._store.replaced():  # first of all: what is read from the old one may be damaged
+                    self._move_to_new_store()
                 if LEADER in kinds:
                     self._leader.ring()
                 if CONFIG in kinds:
@@ -487,8 +489,6 @@ class Router:
         self._full = not self._ballast.take()
         if not self._alive() and not self._draining:
             self._drain()
-        if self._store.replaced():
-            self._move_to_new_store()
         if not self._registered:
             self._register()
         self._configuration.refresh(self._store)

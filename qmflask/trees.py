@@ -14,21 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
-from qmflask import errors, probes, processes, spawnrecords
+from qmflask import errors, probes, processes, spawnrecords, starts
 from qmflask.config import LaunchError, Model
-from qmflask.config.command import split_command
 from qmflask.host import Host
 from qmflask.logfiles import ModelLog
 from qmflask.memory import oom
 from qmflask.memory.oom import OutOfMemory
 from qmflask.processes import Children, Identity, SpawnError, SpawnLock
 from qmflask.siege import Siege, end
-from qmflask.spawnrecords import SpawnRecord
-from qmflask.states import Phase, State
+from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, reading, scheduling
-from qmflask.store.rows import ProcessRow, StopCall, SwapRow
+from qmflask.store.rows import ProcessRow, SwapRow
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +138,10 @@ class Trees:
                 pid=None,
                 start_ticks=None,
                 port=port,
-                proxy=_proxy(model, port),
+                proxy=starts.proxy(model, port),
                 launch_hash=model.launch_hash,
                 cmd=model.cmd,
-                cmd_stop=_stop_command(model, port),
+                cmd_stop=starts.stop_call(model, port),
                 unload_timeout=model.unload_timeout,
                 started_at=now,
                 deadline=now + model.health_check_timeout * SECOND,
@@ -174,26 +170,9 @@ class Trees:
         """Note the tree beside its spawn lock."""
         with self._store.read() as tx:
             row = reading.process(tx, model)
-        if row is None or row.pid is None or row.start_ticks is None or row.token is None:
-            return
-        record = SpawnRecord(
-            model=model,
-            ready=row.state is State.READY,
-            boot_id=self._store.boot_id,
-            token=row.token,
-            pid=row.pid,
-            start_ticks=row.start_ticks,
-            port=row.port,
-            proxy=row.proxy,
-            launch_hash=row.launch_hash,
-            cmd=row.cmd,
-            cmd_stop=row.cmd_stop.text() if row.cmd_stop else None,
-            unload_timeout=row.unload_timeout,
-            started_at=row.started_at,
-            deadline=row.deadline,
-            load_ms=row.load_ms,
-        )
-        spawnrecords.write(self._lock_path(model).with_suffix(".json"), record)
+        record = starts.record(row, self._store.boot_id) if row is not None else None
+        if record is not None:
+            spawnrecords.write(self._lock_path(model).with_suffix(".json"), record)
 
     def _probe(self, tree: Tree, model: Model, port: int | None) -> None:
         launch = model.launch(port)
@@ -210,7 +189,7 @@ class Trees:
             deadline_ns=row.deadline,
             started_ns=row.started_at,
             host_header=launch.check_host,
-            warmup=_warm_up(model, launch.proxy),
+            warmup=starts.warm_up(model, launch.proxy),
             expected_ns=int((row.load_ms or 0) * MILLISECOND),
         ).start()
 
@@ -277,7 +256,7 @@ class Trees:
         found = processes.tokens(f"{self._owner}.")
         commands = processes.tokens(f"stop:{self._owner}.")
         with self._store.read() as tx:  # after the look: what a later leader started has its row by now
-            known = {row.token for row in reading.processes(tx).values()}
+            known = {row.token for row in reading.processes(tx).values() if row.state not in DOWN}
         self._store.check_term(self._generation)
         end([identity for identity, token in found if token not in known], "it belongs to no model that is known")
         end([who for who, token in commands if token[5:] not in known], "a stop command of an earlier leader")
@@ -353,8 +332,12 @@ class Trees:
         env = {**os.environ, **row.cmd_stop.env}
         logfile = ModelLog(self._store.directory / "logs", row.model)
 
+        bound = row.unload_timeout
+        if row.state is State.STOPPING:  # a successor runs it anew, but the deadline stays
+            bound = min(bound, max(1.0, (row.deadline - time.monotonic_ns()) / SECOND))
+
         def run() -> None:
-            result = processes.run_stop_command(argv, env, row.unload_timeout, logfile.path, tree.token)
+            result = processes.run_stop_command(argv, env, bound, logfile.path, tree.token)
             if not result.ok:
                 log.warning("model %s: %s; TERM follows", row.model, result.error)
                 processes.signal_tree(pid, tree.token, signal.SIGTERM, tree.identity)
@@ -408,7 +391,7 @@ class Trees:
         if row.state is State.STARTING:
             return self._start_died(tree, row, now)
         if row.state in (State.READY, State.DRAINING):
-            reason = f"exited by itself with {_code(tree.exit_code)}"
+            reason = f"exited by itself with {starts.exit_words(tree.exit_code)}"
             log.warning("model %s %s", row.model, reason)
             with self._store.write(self._generation) as tx:  # ready, draining -> stopping
                 scheduling.set_state(
@@ -433,7 +416,7 @@ class Trees:
 
     def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
         lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
-        code = _code(tree.exit_code)
+        code = starts.exit_words(tree.exit_code)
         message = f"model {row.model}: upstream command exited prematurely with {code}, before it was healthy"
         if row.port is not None and (holder := processes.holder_of(row.port)):
             message += f"; port {row.port} is held by {holder}"
@@ -600,40 +583,3 @@ class Trees:
             self._end_probe(tree)
             self._forget_pidfd(tree)
         self._trees.clear()
-
-
-def _proxy(model: Model, port: int | None) -> str:
-    try:
-        return model.launch(port).proxy
-    except LaunchError:
-        return ""
-
-
-def _stop_command(model: Model, port: int | None) -> str | None:
-    """`cmdStop` with the model's own environment, as the row keeps it."""
-    text = model.cmd_stop_template or ""
-    try:
-        argv = split_command(text if port is None else text.replace("${PORT}", str(port)))
-    except ValueError:  # none, or nothing but comments
-        return None
-    try:
-        env = model.launch(port).env
-    except LaunchError:
-        env = {}
-    return StopCall(tuple(argv), env).text()
-
-
-def _warm_up(model: Model, proxy: str) -> probes.WarmUp | None:
-    if model.warmup is None:
-        return None
-    body = None if model.warmup.body is None else orjson.dumps(model.warmup.body)
-    return probes.WarmUp(proxy.rstrip("/") + model.warmup.path, body)
-
-
-def _code(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "an unknown exit code"
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"

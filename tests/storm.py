@@ -35,7 +35,13 @@ def config_of(service: Service, generation: int) -> dict[str, Any]:
         cmd = service.fake(name, load_time=0.1 + 0.1 * number, chunks=20, interval=0.01, witness=ROOM)
         models[name] = {"cmd": cmd, "estVramGB": 1, "ttl": 20, "description": f"generation {generation}"}
     patience = {"scheduler": {"settings": {"fifo": {"patienceMs": 2000}}}}
-    return {"vramBudgetGB": ROOM, "unloadTimeout": 5, "routing": patience, "models": models}
+    return {
+        "logTimeFormat": "stampmilli",
+        "vramBudgetGB": ROOM,
+        "unloadTimeout": 5,
+        "routing": patience,
+        "models": models,
+    }
 
 
 class Clients:
@@ -44,7 +50,7 @@ class Clients:
     def __init__(self, service: Service, count: int, seed: int) -> None:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.longest = 0.0
+        self.longest, self.longest_what = 0.0, ""
         self._service, self._end, self._lock = service, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(random.Random(seed + i),)) for i in range(count)]
 
@@ -71,7 +77,8 @@ class Clients:
                 self._end.wait(0.1)
             with self._lock:
                 self.outcomes[outcome] += 1
-                self.longest = max(self.longest, time.monotonic() - began)
+                if (took := time.monotonic() - began) > self.longest:
+                    self.longest, self.longest_what = took, f"{model}, {outcome}, until {time.strftime('%X')}"
 
     def _error(self, status: int, body: Any) -> str:
         code = body["error"]["code"]
@@ -247,7 +254,7 @@ class Storm:
         swaps = len(self.service.events("start"))
         lines = [f"{count:7} {what}" for what, count in rows]
         lines += [f"{changes:7} terms of leaders", f"{swaps:7} starts of models"]
-        return "\n".join([*lines, f"{self.clients.longest:7.1f} s longest request"])
+        return "\n".join([*lines, f"{self.clients.longest:7.1f} s longest request ({self.clients.longest_what})"])
 
 
 def _state(pid: int) -> str:

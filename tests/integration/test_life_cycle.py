@@ -81,7 +81,7 @@ def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_serv
 
 PLAIN = """
 worker_class = "gthread"
-graceful_timeout = 5
+graceful_timeout = 30
 timeout = 60
 """
 

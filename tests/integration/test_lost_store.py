@@ -35,9 +35,11 @@ def server_pid(service: Service, model: str) -> int:
 
 
 def damage(path: Path) -> None:
-    """Overwrite the database with noise."""
-    with path.open("r+b") as file:
-        file.write(os.urandom(path.stat().st_size))
+    """Overwrite the database with noise, and its WAL, in which all of it may still be."""
+    for part in (path, path.with_name(path.name + "-wal")):
+        if part.exists():
+            with part.open("r+b") as file:
+                file.write(os.urandom(part.stat().st_size))
 
 
 @pytest.mark.parametrize("how", ["removed", "damaged"])
