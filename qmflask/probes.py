@@ -62,9 +62,15 @@ class ProbeResult:
         return "" if self.status == 200 else f"the health check was answered with {self.status}"
 
 
-def interval_ns(elapsed_ns: int) -> int:
-    """Time from one probe to the next: 1 % of the time since the start, at least 10 ms, at most 250 ms."""
-    return min(max(elapsed_ns // 100, 10 * _MS), 250 * _MS)
+def interval_ns(elapsed_ns: int, expected_ns: int = 0) -> int:
+    """Time from one probe to the next: 1 % of the time since the start, at least 10 ms, at most 250 ms.
+
+    Around `expected_ns`, which the last load took (0: unknown), a sixth of that, at least 5 ms.
+    """
+    usual = min(max(elapsed_ns // 100, 10 * _MS), 250 * _MS)
+    if expected_ns and abs(elapsed_ns - expected_ns) <= max(expected_ns // 8, 50 * _MS):
+        return max(usual // 6, 5 * _MS)
+    return usual
 
 
 def knock_ns(elapsed_ns: int) -> int:
@@ -318,6 +324,7 @@ class Prober:
         started_ns: int | None = None,
         host_header: str | None = None,
         warmup: WarmUp | None = None,
+        expected_ns: int = 0,
     ) -> None:
         """`deadline_ns`, `started_ns`: monotonic; the start is of the process, maybe under an earlier leader.
 
@@ -329,6 +336,7 @@ class Prober:
         self._warmup = warmup
         self._on_result = on_result
         self._deadline_ns = deadline_ns
+        self._expected_ns = expected_ns
         self._started_ns = time.monotonic_ns() if started_ns is None else started_ns
         self._lock = threading.Lock()
         self._stop_fd: int | None = None
@@ -384,7 +392,7 @@ class Prober:
             result = _ask(target, bound, self._stop_fd, None, whole=False)
             last = result.detail
             elapsed = began - self._started_ns
-            pause = knock_ns(elapsed) if result.refused else interval_ns(elapsed)
+            pause = knock_ns(elapsed) if result.refused else interval_ns(elapsed, self._expected_ns)
             if result.ok:
                 failure = self._warm_up(warmup_target)
                 if failure is None:

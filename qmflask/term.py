@@ -137,6 +137,8 @@ class Term:
             generation, config, rules = self._configuration()
             self._woken |= self._trees.poll(exited, now)
             exited = set()
+            self._wake_workers()  # who waits for what is ready now need not wait for what follows
+            self._trees.record_ready()
             if generation != self._config_generation:
                 self._woken |= self._commands.reconcile(config)
                 self._config_generation = generation

@@ -96,6 +96,7 @@ class Trees:
         #: Called when a tree is gone: its memory is worth a look.
         self.on_down: Callable[[], None] = lambda: None
         self._models: Mapping[str, Model] = {}
+        self._unrecorded: list[str] = []  # ready since the last `record_ready`
         self._owner = name_hash(str(store.directory.resolve()))
         self._siege = Siege()
 
@@ -189,6 +190,7 @@ class Trees:
             started_ns=row.started_at,
             host_header=launch.check_host,
             warmup=starts.warm_up(model, launch.proxy),
+            expected_ns=int((row.load_ms or 0) * MILLISECOND),
         ).start()
 
     def _report(self, tree: Tree, ok: bool, detail: str) -> None:
@@ -367,6 +369,11 @@ class Trees:
                 woken |= self._look(tree, now)
         return woken
 
+    def record_ready(self) -> None:
+        """Note what `poll` found ready beside its spawn lock; a file that nobody who waits should wait for."""
+        while self._unrecorded:
+            self._record(self._unrecorded.pop())
+
     def next_look(self) -> int | None:
         """When `poll` must run again though nothing happens (monotonic ns); None: no need."""
         return min((tree.next_look for tree in self._trees.values() if tree.next_look), default=None)
@@ -468,7 +475,7 @@ class Trees:
                 if swap.target == row.model:
                     scheduling.close_swap(tx, swap.id)
             woken = scheduling.grant(tx, scheduling.waiting_for(tx, row.model), row.model, now, paid=True)
-        self._record(row.model)
+        self._unrecorded.append(row.model)
         return woken
 
     def _fail_start(self, tree: Tree, error: errors.QmflaskError, now: int, pool: str | None = None) -> set[str]:

@@ -320,6 +320,14 @@ def test_noticing_costs_one_percent(elapsed: int, interval: int) -> None:
     assert probes.knock_ns(elapsed * MS) // MS == interval // 5
 
 
+@pytest.mark.parametrize(
+    ("elapsed", "expected", "interval"),
+    [(20, 30, 5), (81, 30, 10), (3000, 3000, 5), (2600, 3000, 26), (3400, 3000, 34), (60_000, 58_000, 41)],
+)
+def test_probes_are_denser_when_the_last_load_would_be_done(elapsed: int, expected: int, interval: int) -> None:
+    assert interval_ns(elapsed * MS, expected * MS) // MS == interval
+
+
 def test_what_the_server_sees_is_no_more_than_its_share(serve: Serve, probe: Start) -> None:
     """Only while nobody listens are tries more frequent than the rule."""
     server = serve(status(503))
