@@ -271,7 +271,9 @@ class Accounts:
             state = self._state(pool, rules, rows, self._limit(config))
             if state is None:
                 continue
-            victims = {name: state.holds.get(name, 0) for name in swap.victims}
+            # The kernel has taken back a process's memory when it is gone; what all others do with system memory
+            # meanwhile must not be held against the swap. A driver may free late, so cards are watched.
+            victims = {name: state.holds.get(name, 0) for name in swap.victims} if pool == "vram" else {}
             charged = getattr(need, pool) if need is not None else 0
             if charged or victims:
                 others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
