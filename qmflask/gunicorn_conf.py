@@ -7,7 +7,6 @@ Command line flags and GUNICORN_CMD_ARGS win. With another number of threads giv
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from typing import Any
@@ -48,10 +47,9 @@ worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 # Restarting workers after so many requests would cut streams, and there is no leak to hide.
 max_requests = 0
 
-# Import once, in the master: a worker is then there in a moment, also in place of one that died, and shares the memory.
-# The price: HUP takes up a changed configuration, but new code wants a restart, or USR2. Threads and connections do not
-# survive a fork; each worker makes its own, with or without this.
-preload_app = True
+# Threads and connections do not survive a fork; each worker makes its own (and --preload works all the same: it starts
+# sooner and shares memory, but HUP then takes up no new code).
+preload_app = False
 
 # nginx writes an access log, qmflask records activity; gunicorn's costs a dictionary of all headers per request.
 accesslog = None
@@ -72,12 +70,7 @@ if _BIN not in _PATH:
     os.environ["PATH"] = os.pathsep.join([*_PATH, _BIN])
 
 
-# Imports stand inside the hooks: this module is read before gunicorn has settled on anything.
-def when_ready(server: Any) -> None:
-    """In the master, before it forks: what is imported stays out of garbage collection, so that it stays shared."""
-    gc.freeze()
-
-
+# Imports stand inside the hooks: this module is read by the master, which needs none of the application until then.
 def post_worker_init(worker: Any) -> None:
     """In a new worker: store, election, wake-ups and the other threads of this process begin."""
     from qmflask.app import start_worker
