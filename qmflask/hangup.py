@@ -201,10 +201,12 @@ class HangupWatcher:
         now = time.monotonic_ns()
         with self._lock:
             stalled = [w for w in self._watched.values() if w.stalled(now, self._stall_ns)]
-            for watched in stalled:
-                _shut(watched.sock)
         for watched in stalled:
-            watched.client.cancel("stalled")
+            watched.client.cancel("stalled")  # first, so that whoever wakes from the shut socket knows why
+        with self._lock:
+            for watched in stalled:
+                if self._watched.get(watched.fd) is watched:  # else the number may be another socket's by now
+                    _shut(watched.sock)
 
 
 def probe_peer(sock: socket.socket) -> None:

@@ -42,6 +42,8 @@ LOOK = 0.25
 NO_LEADER = 10 * SECOND
 #: Streams for pages (events, logs) that a worker serves at once; they never take an inference slot.
 VIEWERS = 4
+#: How long a worker that signs off waits for the end of others that may be dying.
+DYING = 0.5
 #: How long a request waits for one of the worker's slots before it is refused.
 SLOT_WAIT = 0.05
 
@@ -179,8 +181,11 @@ class Router:
         except errors.QmflaskError as error:  # the leader sees our end anyway
             log.warning("worker %s could not sign off: %s", self.worker, error)
             return False
-        boot = processes.boot_id()
-        return _master() == self.master and not any(Identity(pid, start, boot).alive() for pid, start in left)
+        others = [Identity(pid, start, processes.boot_id()) for pid, start in left]
+        deadline = time.monotonic() + DYING
+        while any(other.alive() for other in others) and time.monotonic() < deadline:
+            time.sleep(0.02)  # one that was killed a moment ago counts as alive until the kernel is done with it
+        return _master() == self.master and not any(other.alive() for other in others)
 
     @property
     def live(self) -> Live:
