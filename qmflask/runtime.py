@@ -47,7 +47,9 @@ class Runtime:
         """Build and start the Router; `worker` is gunicorn's, whose `alive` says when it drains."""
         with self._lock:
             if self._router is None or self._pid != os.getpid():
-                alive = _alive_of(worker or _gunicorn_worker())
+                server = worker or _gunicorn_worker()
+                alive = _alive_of(server)
+                _stop_listening_with(server, alive)
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)
@@ -84,9 +86,31 @@ def _gunicorn_worker() -> Any:
 
 
 def _alive_of(worker: Any) -> Callable[[], bool]:
+    """Whether the worker takes new requests: it does not once it was told to end, nor when its master is gone."""
     if worker is None:
         return lambda: True
-    return lambda: bool(worker.alive)
+    return lambda: bool(worker.alive) and worker.ppid == os.getppid()
+
+
+def _stop_listening_with(worker: Any, alive: Callable[[], bool]) -> None:
+    """Have a gunicorn worker close its listening sockets as soon as it drains.
+
+    It accepts nothing from then on, but would keep them until its last stream has ended: when the service ends, new
+    clients would be let in by the kernel and wait for nobody, and a new service could not have the address. What other
+    processes hold (the master or new workers at HUP, a new master after USR2) stays open. This hangs on the one method
+    through which gunicorn's thread worker stops accepting, on its own thread; versions without it close by themselves.
+    """
+    set_accept_enabled = getattr(worker, "set_accept_enabled", None)
+    if set_accept_enabled is None:
+        return
+
+    def set_and_close(enabled: bool) -> None:
+        set_accept_enabled(enabled)
+        if not enabled and not alive():
+            for listener in worker.sockets:
+                listener.close()
+
+    worker.set_accept_enabled = set_and_close
 
 
 def _threads(worker: Any) -> tuple[int, int]:

@@ -64,10 +64,11 @@ def agent(service: Service, model: str, rounds: Rounds) -> list[float]:
     took = []
     for number in range(rounds.count):
         ending = "stop" if number == rounds.count - 1 else "tools"
-        path = ("/v1/chat/completions", "/v1/messages")[number % 2]
-        body = {"model": model, "max_tokens": 9, "messages": [], "stream": number % 4 < 2}
-        chunks = 2  # so that a stream takes as long as a whole answer
-        headers = {"X-Fake": f"ending={ending}, interval={rounds.answer}, chunks={chunks}"}
+        path, pauses = (("/v1/chat/completions", 1), ("/v1/messages", 5))[number % 2]
+        streamed = number % 4 < 2
+        body = {"model": model, "max_tokens": 9, "messages": [], "stream": streamed}
+        interval = rounds.answer / pauses if streamed else rounds.answer
+        headers = {"X-Fake": f"ending={ending}, interval={interval}, chunks=1"}
         began = time.monotonic()
         reply = service.post(path, body, headers=headers, timeout=300)
         assert reply.status == 200, reply.body
