@@ -189,7 +189,7 @@ def in_flight(events: list[dict[str, Any]], since: int, until: int) -> list[int]
 
 @pytest.mark.parametrize("first", ["a", "b", "c"])
 def test_the_fourth_takes_the_place_of_whichever_is_idle_first(service: Service, first: str) -> None:
-    streams = {name: service.stream(name, headers={"X-Fake": "chunks=100000, interval=0.05"}) for name in "abc"}
+    streams = {name: service.stream(name, headers={"X-Fake": "chunks=2000, interval=0.05"}) for name in "abc"}
     try:
         for stream in streams.values():
             next(iter(stream))

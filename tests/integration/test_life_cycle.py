@@ -64,7 +64,7 @@ def refused(service: Service) -> bool:
 
 def test_a_service_that_ends_lets_nobody_in_while_its_last_stream_runs(start_service: StartService) -> None:
     service = start_service(lambda s: config_of(s, "alpha"), workers=2)
-    with service.stream("alpha", headers={"X-Fake": "chunks=100000, interval=0.05"}) as stream:
+    with service.stream("alpha", headers={"X-Fake": "chunks=2000, interval=0.05"}) as stream:
         next(iter(stream))
         service.signal(signal.SIGTERM)
         eventually(lambda: refused(service), "the address is free", timeout=20)
@@ -76,7 +76,7 @@ def test_a_service_that_ends_lets_nobody_in_while_its_last_stream_runs(start_ser
 
 def test_without_its_master_a_worker_ends_its_streams_and_leaves_the_address(start_service: StartService) -> None:
     service = start_service(lambda s: config_of(s, "alpha"), workers=2)
-    with service.stream("alpha", headers={"X-Fake": "chunks=100000, interval=0.05"}) as stream:
+    with service.stream("alpha", headers={"X-Fake": "chunks=2000, interval=0.05"}) as stream:
         next(iter(stream))
         old = set(service.registered_workers())
         service.signal(signal.SIGKILL)
