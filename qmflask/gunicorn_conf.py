@@ -88,8 +88,8 @@ def worker_exit(server: Any, worker: Any) -> None:
 def pre_exec(server: Any) -> None:
     """USR2, in the process that becomes the new master: start it by the very command line that started this one.
 
-    gunicorn would repeat `sys.argv`, which after `python -m gunicorn` is a file of its own folder; run like that, Python
-    finds gunicorn's `http` before its own.
+    gunicorn would repeat `sys.argv`, which after `python -m gunicorn` is a file of its own folder; run like that,
+    Python finds gunicorn's `http` before its own.
     """
     server.START_CTX["args"] = [sys.executable, *sys.orig_argv[1:]]
 

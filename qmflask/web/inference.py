@@ -9,7 +9,7 @@ from typing import Any
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
-from qmflask.errors import MissingModel
+from qmflask.errors import MissingModel, ModelNotFound
 from qmflask.intake import Intake
 from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed
@@ -72,13 +72,24 @@ class Inference:
                 body = visit.body = intakes.take(environ, max_body=live.config.max_body)
             asked = _named(body)
             visit.named(asked, None)
-            target, visit.on_end = targets.find(router, live, self._choices, key, asked)
+            target, visit.on_end = self._find(visit, asked)
             if target.meaning.kind == "peer":
                 return self._from_peer(visit, target, body)
             return self._from_model(visit, target, body)
         except BaseException as error:
             visit.end(None, error)
             raise
+
+    def _find(self, visit: Visit, asked: str) -> tuple[Target, Callable[[], None] | None]:
+        """What is asked for; a name that means nothing is looked up once more in the newest configuration."""
+        try:
+            return targets.find(visit.router, visit.live, self._choices, visit.key, asked)
+        except ModelNotFound:
+            newest = visit.router.newest()
+            if newest is visit.live:
+                raise
+            visit.live = newest
+            return targets.find(visit.router, newest, self._choices, visit.key, asked)
 
     def _from_model(self, visit: Visit, target: Target, body: Intake) -> Relayed:
         model = target.meaning.id

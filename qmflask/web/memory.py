@@ -30,7 +30,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         name = request.args.get("model", "")
         if not name:
             raise MissingModel("missing model: ask for /api/plan?model=NAME", param="model")
-        resolved = router().live.names.resolve(name)
+        resolved = router().live.names.resolve(name) or router().newest().names.resolve(name)
         if resolved is None or resolved.kind != "model":
             raise ModelNotFound(f"no router for requested model {name!r}; GET /v1/models lists the models")
         found = router().plan(resolved.id)

@@ -68,6 +68,9 @@ class UpstreamPath:
         rest = raw_path(environ).partition("/upstream")[2]
         found = _pinned(router, rest) or live.names.split_upstream_path(rest)
         if found is None:
+            live = router.newest()
+            found = live.names.split_upstream_path(rest)
+        if found is None:
             raise NotFound(f"model not found: no model is named by {unquote(rest)[:200]!r}", param="model")
         meaning, name, remaining = found
         auth.check_model(key, live.config, name, meaning)

@@ -1,4 +1,4 @@
-"""Who gets the room, and when: agents between their tool calls, streams of requests that never end, three busy models."""
+"""Who gets the room, and when: agents between tool calls, streams of requests that never end, three busy models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest

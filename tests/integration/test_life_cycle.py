@@ -147,7 +147,7 @@ def test_without_hooks_the_last_worker_stops_the_models(start_service: StartServ
 
 
 def test_two_masters_at_once_after_usr2(start_service: StartService) -> None:
-    """Started by `python -m gunicorn`: a new master that repeated gunicorn's `sys.argv` would not find Python's `http`."""
+    """Started by `python -m gunicorn`: a new master by gunicorn's own `sys.argv` would not find Python's `http`."""
     service = start_service(lambda s: config_of(s, "alpha", "beta", room=1), workers=2)
     assert service.chat("alpha").status == 200
     alpha, old = server_pid(service, "alpha"), set(service.registered_workers())

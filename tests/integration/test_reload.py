@@ -41,6 +41,25 @@ def test_every_worker_takes_up_a_changed_file(start_service: StartService) -> No
     assert service.chat("beta").status == 200
 
 
+def test_who_has_not_heard_of_a_reload_looks_before_he_says_that_there_is_no_such_model(
+    start_service: StartService,
+) -> None:
+    service = start_service(lambda s: config_of(s, alpha={}), workers=3)
+    for socket in (service.state / "wake").iterdir():
+        socket.unlink()  # nobody is told anything: workers look for themselves, once a second
+
+    def ask_all_at_once(path: str, **models: dict[str, Any]) -> set[int]:
+        service.write_config(config_of(service, alpha={}, **models))
+        assert service.post("/api/config/reload").status == 200
+        with ThreadPoolExecutor(8) as pool:
+            return {reply.status for reply in pool.map(lambda _: service.get(path), range(8))}
+
+    assert ask_all_at_once("/api/plan?model=plan-me", **{"plan-me": {}}) == {200}
+    assert ask_all_at_once("/upstream/look/here", look={}) == {200}
+    assert ask_all_at_once("/props?model=ask", ask={}) == {200}
+    assert ask_all_at_once("/props?model=ask") == {404}
+
+
 def test_unrelated_changes_touch_no_running_model(start_service: StartService) -> None:
     service = start_service(lambda s: config_of(s, alpha={}, beta={}))
     service.chat("alpha")
