@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from qmflask import errors, processes
 from qmflask.processes import Identity
-from qmflask.store import Store, admission
+from qmflask.store import Store, admission, reading
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,13 @@ class Roster:
         except errors.QmflaskError as error:
             log.warning("worker %s is not entered yet: %s", self.worker, error)
             self.entered = False
+
+    def successors(self) -> int:
+        """How many workers our master has forked after us that are up and take requests."""
+        with self._store.read() as tx:
+            rows = reading.workers(tx)
+        born = self._identity.start_ticks
+        return sum(row.master == self.master and row.start_ticks > born and not row.draining for row in rows)
 
     def leave(self) -> bool:
         """Sign off; True when the service ends with this worker.

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.desk import FrontDesk
 from qmflask.hangup import Client, HangupWatcher
+from qmflask.hosting import Hosting
 from qmflask.leader import Duties, Leader
 from qmflask.leases import NO_WISHES, Ask, Lease, Pending
 from qmflask.policy.plan import plan
@@ -51,10 +52,9 @@ SLOT_WAIT = 0.05
 class Router:
     """The request's side of one worker: owns its store connection, wake-up channel, hang-up watcher and threads."""
 
-    def __init__(
-        self, source: Path, state: Path, alive: Callable[[], bool], slots: int, viewers: int = VIEWERS
-    ) -> None:
-        self._alive = alive
+    def __init__(self, source: Path, state: Path, hosting: Hosting, slots: int, viewers: int = VIEWERS) -> None:
+        self._hosting = hosting
+        self._alive = hosting.alive
         self._slots = threading.Semaphore(slots)
         self.viewers = threading.Semaphore(viewers)
         for warning in prepare_state_directory(state):
@@ -81,7 +81,8 @@ class Router:
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
         self._leader = Leader(self._open_store, self._store.path, self._children, self._duties())
         self.activity = Activity(state, self._surroundings())
-        self._roster.enter()
+        if self._alive():  # else it was told to end before it was up, and is nobody's successor
+            self._roster.enter()
 
     def _open_store(self) -> Store:
         store = Store(self.state, processes.boot_id())
@@ -345,6 +346,7 @@ class Router:
             try:
                 kinds = self._mailbox.receive(LOOK)
                 self._desk.mails += 1
+                self._hosting.look(self._roster.successors)
                 if self._store.replaced():  # first of all: what is read from the old one may be damaged
                     self._move_to_new_store()
                 if LEADER in kinds:
@@ -387,7 +389,7 @@ class Router:
         self._full = not self._ballast.take()
         if not self._alive() and not self._draining:
             self._drain()
-        if not self._roster.entered:
+        if not self._roster.entered and self._alive():
             self._roster.enter()
         self._configuration.refresh(self._store)
         state = self._find_leader()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from qmflask import journal
+from qmflask.hosting import Hosting
 from qmflask.places import source_path, state_path
 from qmflask.router import Router
 from qmflask.shutdown import stop_models
@@ -47,13 +46,12 @@ class Runtime:
         """Build and start the Router; `worker` is gunicorn's, whose `alive` says when it drains."""
         with self._lock:
             if self._router is None or self._pid != os.getpid():
-                server = worker or _gunicorn_worker()
-                alive = _alive_of(server)
-                _stop_listening_with(server, alive)
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
-                threads, reserve = _threads(worker)
-                router = Router(source, state_path(source), alive, max(1, threads - reserve), _viewers(reserve))
+                hosting = Hosting(worker)
+                reserve = min(RESERVE, hosting.threads // 4)
+                slots, viewers = max(1, hosting.threads - reserve), reserve * 2 // 3
+                router = Router(source, state_path(source), hosting, slots, viewers)
                 router.start()
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
@@ -76,51 +74,6 @@ class Runtime:
         self.stop()
         if last:
             stop_models(state)
-
-
-def _gunicorn_worker() -> Any:
-    """gunicorn's worker object without its hooks: TERM's handler is a method of it (field notes A6)."""
-    handler = signal.getsignal(signal.SIGTERM)
-    owner = getattr(handler, "__self__", None)
-    return owner if hasattr(owner, "alive") else None
-
-
-def _alive_of(worker: Any) -> Callable[[], bool]:
-    """Whether the worker takes new requests: it does not once it was told to end, nor when its master is gone."""
-    if worker is None:
-        return lambda: True
-    return lambda: bool(worker.alive) and worker.ppid == os.getppid()
-
-
-def _stop_listening_with(worker: Any, alive: Callable[[], bool]) -> None:
-    """Have a gunicorn worker close its listening sockets as soon as it drains.
-
-    It accepts nothing from then on, but would keep them until its last stream has ended: when the service ends, new
-    clients would be let in by the kernel and wait for nobody, and a new service could not have the address. What other
-    processes hold (the master or new workers at HUP, a new master after USR2) stays open. This hangs on the one method
-    through which gunicorn's thread worker stops accepting, on its own thread; versions without it close by themselves.
-    """
-    set_accept_enabled = getattr(worker, "set_accept_enabled", None)
-    if set_accept_enabled is None:
-        return
-
-    def set_and_close(enabled: bool) -> None:
-        set_accept_enabled(enabled)
-        if not enabled and not alive():
-            for listener in worker.sockets:
-                listener.close()
-
-    worker.set_accept_enabled = set_and_close
-
-
-def _threads(worker: Any) -> tuple[int, int]:
-    """The worker's threads, and how many of them inference never gets."""
-    threads = int(getattr(getattr(worker, "cfg", None), "threads", 0) or 64)
-    return threads, min(RESERVE, threads // 4)
-
-
-def _viewers(reserve: int) -> int:
-    return reserve * 2 // 3
 
 
 def complain(error: Exception) -> None:

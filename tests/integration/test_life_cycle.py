@@ -91,6 +91,34 @@ def test_without_its_master_a_worker_ends_its_streams_and_leaves_the_address(sta
     assert len(service.events("start", "alpha")) == 1, "the next start adopts"
 
 
+GATED = """
+from qmflask.gunicorn_conf import *
+
+def post_fork(server, worker):
+    import pathlib, time
+    while pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+"""
+
+
+def test_at_hup_the_old_workers_serve_until_the_new_ones_are_there(start_service: StartService, tmp_path: Path) -> None:
+    gate, settings = tmp_path / "gate", tmp_path / "gated.py"
+    settings.write_text(GATED.format(gate=str(gate)))
+    service = start_service(lambda s: config_of(s, "alpha"), workers=2, args=("-c", str(settings)))
+    old = set(service.registered_workers())
+    gate.touch()
+    service.signal(signal.SIGHUP)
+    eventually(lambda: service.log().count("Booting worker") == 4, "the new workers are forked")
+    began = time.monotonic()
+    while time.monotonic() - began < 1:  # longer than a worker takes to hear that it is to end
+        assert service.chat("alpha").status == 200
+    assert set(service.registered_workers()) == old
+    gate.unlink()
+    eventually(lambda: not old & set(service.processes()), "the old workers go", timeout=15)
+    assert len(service.registered_workers()) == 2
+    assert service.chat("alpha").status == 200
+
+
 def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_service: StartService) -> None:
     def config(service: Service, shutdown: str) -> dict[str, Any]:
         hooks = {"on_startup": {"preload": ["beta", "alpha"]}}

@@ -44,6 +44,7 @@ LAYERS: dict[int, set[str]] = {
         "intake",
         "journal",
         "logtail",
+        "hosting",
     },
     3: {
         "configuration",
