@@ -94,6 +94,17 @@ def test_agents_are_not_interrupted_between_their_tool_calls(service: Service) -
     assert longest < 1.5 + rounds.answer + LOAD + SLACK
 
 
+def test_a_request_may_ask_for_a_shorter_hold_not_for_a_longer_one(service: Service) -> None:
+    def held() -> float:
+        query = "SELECT (hold_until - idle_since) / 1e9 FROM processes WHERE model = 'held-one'"
+        return float(service.query(query)[0][0])
+
+    for asked, wanted in (("0", 0.0), ("2500", 2.5), ("99999", 10.0)):
+        headers = {"X-Fake": "ending=tools", "X-QM-Hold-Ms": asked}
+        assert service.chat("held-one", headers=headers).status == 200
+        eventually(lambda wanted=wanted: held() == wanted, f"it is held for {wanted} s")  # type: ignore[misc]
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_agents_of_20_rounds_with_the_settings_as_they_come(start_service: StartService) -> None:
