@@ -287,6 +287,7 @@ class Recording:
                 id=self.id,
                 more={
                     "model": record.model or None,
+                    "asked": self.name if self.name != record.model else None,
                     "key": record.key_name or None,
                     "wait_ms": record.wait,
                     "load_ms": record.load,

@@ -305,10 +305,10 @@ class Router:
         if wake:
             self.wake_leader()
 
-    def load_of(self, selector: str) -> reading.SelectorLoad:
-        """What a selector chooses by."""
+    def load_of(self, selector: str, *, everybody: bool = False) -> reading.SelectorLoad:
+        """What a selector chooses by: its requests at other workers, or (`everybody`) at this one too."""
         with self._store.read() as tx:
-            return reading.selector_load(tx, selector, self.worker)
+            return reading.selector_load(tx, selector, "" if everybody else self.worker)
 
     def state_of(self, model: str) -> State:
         """A model's state now."""
@@ -365,10 +365,13 @@ class Router:
             self._send(worker, CANCEL)
         return bool(workers)
 
-    def active_profile(self) -> str | None:
-        """The profile that somebody made active, by any worker; it may be gone from the configuration."""
+    def active_profile(self, live: Live) -> str | None:
+        """The profile that somebody made active, by any worker; None for one that the configuration has no more."""
+        if not live.config.profiles:
+            return None
         with self._store.read() as tx:
-            return reading.scheduler(tx).active_profile
+            name = reading.scheduler(tx).active_profile
+        return name if name in live.config.profiles else None
 
     def activate_profile(self, live: Live, name: str | None) -> None:
         """Make a profile (or none) active for all workers, and queue what it preloads."""

@@ -65,7 +65,8 @@ class Term:
         self._workers: dict[str, int] = {}
         self._config_generation = 0
         self._next_beat = 0
-        self._began = time.monotonic_ns()
+        self._up: frozenset[str] | None = None  # what was not down at the last look for the default model,
+        self._stirred = time.monotonic_ns()  # and when that changed last, or this term began
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
@@ -263,7 +264,7 @@ class Term:
         return stopping
 
     def _bring_default_back(self, config: Config, rules: Rules, now: int) -> None:
-        """Queue the default model when the box has been idle for `returnAfter`."""
+        """Queue the default model when the box has been idle for `returnAfter`: no answer, no load, no stop."""
         with self._store.read() as tx:
             row = reading.scheduler(tx)
             profile = config.profiles.get(row.active_profile or "")
@@ -272,11 +273,19 @@ class Term:
                 return
             snapshot = reading.snapshot(tx, rules, whole=True)
             ends = [process.idle_since for process in reading.processes(tx).values()]
-        quiet_since = max([self._began, *ends])
-        if returns(snapshot, model, quiet_since, int(config.return_after * SECOND), now):
-            log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
-            with self._store.write(self._generation) as tx:
+        up = frozenset(name for name, view in snapshot.processes.items() if view.state not in DOWN)
+        if self._up not in (None, up):
+            self._stirred = now
+        self._up = up
+        back = returns(snapshot, model, max([self._stirred, *ends]), int(config.return_after * SECOND), now)
+        if not back and not any(request.model == model and request.owned for request in snapshot.queue):
+            return
+        with self._store.write(self._generation) as tx:
+            if back:
+                log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
                 scheduling.queue_load(tx, model, now)
+            else:
+                scheduling.forget_waiting_default(tx)
 
     # -- memory -----------------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from qmflask.policy.expression import Node
 
-#: More alternatives than this are never kept at one point of the evaluation: the dearest to lose stay. Exact results
-#: need more only where many parts of one union share many running models.
-_BEAM = 4096
+#: More alternatives than this are never kept at one point of the evaluation: those with the target stay, the dearest
+#: to lose first. The result is always one that the sets permit; that it is the cheapest needs more only where many
+#: parts of one union share more than ten running models.
+_BEAM = 1024
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -87,7 +88,7 @@ class Query:
         found: list[Option] = []
         for child in node.children:
             found += self._options(child, relevant, open_)
-        return _worthwhile(found)
+        return self._worthwhile(found)
 
     def _union(self, node: Node, relevant: int, open_: int) -> list[Option]:
         fixed = 0
@@ -106,10 +107,22 @@ class Query:
                 later |= other.mask
             options = self._options(part, rest, open_ | shared)
             closing = part.mask & rest & ~open_ & ~later
-            states = _worthwhile(
+            states = self._worthwhile(
                 [self._close(_united(state, option), closing) for state in states for option in options]
             )
         return states
+
+    def _worthwhile(self, options: list[Option]) -> list[Option]:
+        """Without those that can never be chosen, in the same order; never more than the beam is wide."""
+        kept = _undominated(options)
+        if len(kept) > _BEAM:
+            best = sorted(enumerate(kept), key=lambda pair: self._worth(pair[1]), reverse=True)
+            kept = [option for _, option in sorted(best[:_BEAM], key=lambda pair: pair[0])]
+        return kept
+
+    def _worth(self, option: Option) -> int:
+        """Cost saved so far, that of models which other parts may still name included."""
+        return option.gain + sum(self._weights[bit][0] for bit in bits_of(option.key))
 
     def _close(self, option: Option, closing: int) -> Option:
         """Sum up the models of `closing` that the alternative has; nothing after this looks at them."""
@@ -147,8 +160,8 @@ def _united(one: Option, two: Option) -> Option:
     )
 
 
-def _worthwhile(options: list[Option]) -> list[Option]:
-    """Without those that can never be chosen, in the same order.
+def _undominated(options: list[Option]) -> list[Option]:
+    """Without those that another one beats whatever follows, in the same order.
 
     With the same key, more cost saved in no more memory wins, and of equals the first in written order.
     """
@@ -161,9 +174,7 @@ def _worthwhile(options: list[Option]) -> list[Option]:
             continue
         front[:] = [pair for pair in front if not _beats(option, pair[1], equal=False)]
         front.append((place, option))
-    pairs = sorted(pair for front in kept.values() for pair in front)
-    if len(pairs) > _BEAM:
-        pairs = sorted(sorted(pairs, key=lambda pair: -pair[1].gain)[:_BEAM])
+    pairs = sorted((pair for front in kept.values() for pair in front), key=lambda pair: pair[0])
     return [option for _, option in pairs]
 
 

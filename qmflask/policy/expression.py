@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Deepest tree that is evaluated; a bound on recursion, far above what anybody writes.
 MAX_DEPTH = 100
@@ -36,7 +36,8 @@ class _Tokens:
 
     items: list[tuple[str, str]]
     place: int = 0
-    depth: int = field(default=0)
+    depth: int = 0
+    unknown: str = ""  # the first name that means nothing; told only once the rest is known to be well formed
 
     @property
     def kind(self) -> str:
@@ -58,6 +59,8 @@ def parse(text: str, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
     tree = _choice(tokens, names, bits)
     if tokens.kind != "end":
         raise _unexpected(tokens)
+    if tokens.unknown:
+        raise ExpressionError(f'unknown var or model "{tokens.unknown}"')
     return tree
 
 
@@ -160,7 +163,7 @@ def _series(tokens: _Tokens, separator: str, part: Callable[[], Node]) -> list[N
 
 def _atom(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
     if tokens.kind == "name":
-        return _name(tokens.take(), names, bits)
+        return _name(tokens, names, bits)
     if tokens.kind == "set":
         return Node("ref", name=tokens.take())
     if tokens.kind != "(":
@@ -177,9 +180,11 @@ def _atom(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) ->
     return inner
 
 
-def _name(text: str, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
+def _name(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
+    text = tokens.take()
     model = names.get(text)
     if model is None:
-        raise ExpressionError(f'unknown var or model "{text}"')
+        tokens.unknown = tokens.unknown or text
+        return Node("name", name=text)
     bit = bits[model]
     return Node("name", name=model, bit=bit, mask=bit)
