@@ -592,7 +592,9 @@ class Router:
         now = time.monotonic_ns()
         with store.write(generation) as tx:
             patience = now + config.patience_ms * MILLISECOND
-            scheduling.queue_preload(tx, config.preload, self.master, now, patience)
+            profile = config.profiles.get(reading.scheduler(tx).active_profile or "")
+            more = [model for model in profile.preload if model not in config.preload] if profile else []
+            scheduling.queue_preload(tx, [*config.preload, *more], self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:

@@ -51,9 +51,9 @@ def _wanted(body: bytes) -> str | None:
         given: Any = parse_json(body)
     except InvalidJSON as error:
         raise BadRequest(f"invalid profile request: {error.message}") from None
-    if not isinstance(given, dict):
+    if given is not None and not isinstance(given, dict):
         raise BadRequest('invalid profile request: send {"name": "..."}')
-    if "name" not in given:
+    if not given or "name" not in given:
         raise BadRequest('profile name is required: send {"name": "..."}, or null for none')
     name = given["name"]
     if name is not None and not isinstance(name, str):

@@ -225,6 +225,7 @@ def test_the_active_profile_outlives_reload_failover_and_restart(start_service: 
     service.stop()
     service.start()
     assert service.get("/api/profiles").json()["active"] == "night"
+    eventually(lambda: "moon" in {row["model"] for row in service.running()}, "what the profile preloads is loaded")
     assert front(service) == {"moon"}
     assert "profile night is active" in run(service, "ps")
 

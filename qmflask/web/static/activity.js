@@ -122,8 +122,10 @@ function row(record) {
   };
   return h("tr.click", { tabIndex: 0, onclick: open, onkeydown: key },
     cell("Time", time(record.timestamp)),
-    cell("Model", h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model),
-      record.metadata?.selector ? h("div.faint", `asked: ${record.metadata.selector}`) : null),
+    cell("Model", [
+      h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model),
+      record.metadata?.selector ? h("div.faint", `asked: ${record.metadata.selector}`) : null,
+    ]),
     cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break", record.error_msg.slice(0, 160)) : null)),
     status,
     cell("Prompt", count(tokens.input_tokens)), cell("Generated", count(tokens.output_tokens)), cell("Cached", count(tokens.cache_tokens)),
