@@ -11,6 +11,9 @@ from qmflask.policy.expression import Node
 #: to lose first. The result is always one that the sets permit; that it is the cheapest needs more only where many
 #: parts of one union share more than ten running models.
 _BEAM = 1024
+#: The same once so many combinations have been looked at in one question: nobody waits seconds for a decision,
+#: whatever an expression is like.
+_NARROW, _MUCH = 16, 1 << 17
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -65,6 +68,7 @@ class Query:
         self._relevant = relevant
         self._weights = weights
         self._known: dict[tuple[int, int, int], list[Option]] = {}
+        self._work = 0
 
     def options(self, tree: Node) -> list[Option]:
         """Alternatives worth a look, in written order: the dearest to lose, and cheaper ones that need less memory."""
@@ -101,12 +105,12 @@ class Query:
         parts = [child for child in node.children if child.kind != "name" and child.mask & rest]
         shared = _shared(parts, rest)
         states = [self._close(Option(fixed, 0, 0, 0, fixed), fixed & ~open_)]
-        for place, part in enumerate(parts):
-            later = 0
-            for other in parts[place + 1 :]:
-                later |= other.mask
+        for part, later in zip(parts, _after(parts), strict=True):
             options = self._options(part, rest, open_ | shared)
             closing = part.mask & rest & ~open_ & ~later
+            if len(states) * len(options) > _MUCH:
+                states, options = self._narrowed(states, 256), self._narrowed(options, 256)
+            self._work += len(states) * len(options)
             states = self._worthwhile(
                 [self._close(_united(state, option), closing) for state in states for option in options]
             )
@@ -114,11 +118,14 @@ class Query:
 
     def _worthwhile(self, options: list[Option]) -> list[Option]:
         """Without those that can never be chosen, in the same order; never more than the beam is wide."""
-        kept = _undominated(options)
-        if len(kept) > _BEAM:
-            best = sorted(enumerate(kept), key=lambda pair: self._worth(pair[1]), reverse=True)
-            kept = [option for _, option in sorted(best[:_BEAM], key=lambda pair: pair[0])]
-        return kept
+        return self._narrowed(_undominated(options), _BEAM if self._work < _MUCH else _NARROW)
+
+    def _narrowed(self, options: list[Option], width: int) -> list[Option]:
+        """The dearest of them, in the same order."""
+        if len(options) <= width:
+            return options
+        best = sorted(enumerate(options), key=lambda pair: self._worth(pair[1]), reverse=True)
+        return [option for _, option in sorted(best[:width], key=lambda pair: pair[0])]
 
     def _worth(self, option: Option) -> int:
         """Cost saved so far, that of models which other parts may still name included."""
@@ -148,6 +155,14 @@ def _shared(parts: Sequence[Node], relevant: int) -> int:
         shared |= seen & part.mask
         seen |= part.mask
     return shared & relevant
+
+
+def _after(parts: Sequence[Node]) -> list[int]:
+    """For each part, what those after it name."""
+    later = [0]
+    for part in reversed(parts[1:]):
+        later.append(later[-1] | part.mask)
+    return later[: len(parts)][::-1]
 
 
 def _united(one: Option, two: Option) -> Option:

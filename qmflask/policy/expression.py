@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 #: Deepest tree that is evaluated; a bound on recursion, far above what anybody writes.
 MAX_DEPTH = 100
+#: Nested choices and unions become one up to this many parts; beyond it sets that are named again and again would
+#: double with each naming, where a nested one is shared.
+_MAX_FLAT = 200
+#: Most names in one expression; far above what anybody writes, and few enough to be weighed in a moment.
+MAX_NAMES = 5000
 
 
 class ExpressionError(ValueError):
@@ -56,6 +61,8 @@ def parse(text: str, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
     tokens = _Tokens(list(_tokenize(text.strip())))
     if not tokens.items:
         raise ExpressionError("empty DSL expression")
+    if sum(kind in ("name", "set") for kind, _ in tokens.items) > MAX_NAMES:
+        raise ExpressionError(f"expression names more than {MAX_NAMES} models; split the set")
     tree = _choice(tokens, names, bits)
     if tokens.kind != "end":
         raise _unexpected(tokens)
@@ -78,6 +85,8 @@ def _joined(kind: str, children: Sequence[Node]) -> Node:
     flat: list[Node] = []
     for child in children:
         flat.extend(child.children if child.kind == kind else (child,))
+    if len(flat) > max(_MAX_FLAT, len(children)):
+        flat = list(children)
     if len(flat) == 1:
         return flat[0]
     mask = 0

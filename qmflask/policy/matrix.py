@@ -119,7 +119,7 @@ class Solution(NamedTuple):
 
 
 #: What a protected model weighs on top of its cost: any choice that keeps it loaded is cheaper than one that does not.
-_PROTECTED = 1 << 40
+_PROTECTED = 1 << 80
 
 #: Bytes left beside the target in VRAM and system memory; None where no budget decides.
 _Room = tuple[int | None, int | None]
@@ -317,10 +317,14 @@ class MatrixPolicy:
                 vram = size.vram if room[0] is not None else 0
                 ram = size.ram if room[1] is not None else 0
                 weights[bits[model]] = (self._weight(model), vram, ram)
-        query = Query(sum(weights), weights)
+        relevant = sum(weights)
+        query = Query(relevant, weights)
         best: Solution | None = None
         rank = (0, False)
         for name, tree in sets:
+            at_least = everything - sum(weights[each][0] for each in bits_of(relevant & tree.mask & ~bit))
+            if best and (at_least, False) >= rank:
+                continue  # not even with all that it names would it be cheaper
             for option in query.options(tree):
                 lost = everything - (option.gain - everything - 1)
                 if not option.kept & bit or (best and lost > rank[0]):

@@ -222,14 +222,6 @@ def test_a_profile_pins_disables_and_is_shared(service: Service) -> None:
     assert "shut" not in ids and ids["ant"]["meta"]["llamaswap"]["type"] == "model"
 
 
-def test_a_profile_survives_a_reload(service: Service) -> None:
-    activate(service, "night")
-    assert service.get("/api/profiles").json()["active"] == "night"
-    service.hup()
-    assert service.get("/api/profiles").json()["active"] == "night"
-    assert service.chat("front").json()["path"] == "/base/v1/chat/completions"
-
-
 def test_a_profile_preloads(service: Service) -> None:
     activate(service, "night")
     eventually(lambda: ("cat", "ready") in [(r["model"], r["state"]) for r in service.running()], "cat is preloaded")

@@ -69,6 +69,7 @@ def test_solve(case: dict[str, Any]) -> None:
         ("+s", 'circular reference detected involving set "s"'),
         ("+a & owl", 'circular reference detected involving set "s"'),
         ("(" * 5000 + "owl" + ")" * 5000, "nested more than"),
+        ("&".join(["owl"] * 5001), "names more than 5000 models"),
     ],
 )
 def test_messages(text: str, message: str) -> None:
@@ -328,6 +329,24 @@ def test_what_is_too_wide_to_be_weighed_whole_still_gives_a_permitted_answer() -
         stays = [model for model in models if model not in found.evict]
         assert len(stays) == 8
         assert matrix.permits([*stays, "t"])
+
+
+@pytest.mark.parametrize("sign", ["&", "|"])
+def test_sets_that_name_each_other_twice_do_not_double(sign: str) -> None:
+    """Written out, the last one has 2^59 parts."""
+    sets = [("s0", "a | b | t")] + [(f"s{n}", f"+s{n - 1} {sign} +s{n - 1}") for n in range(1, 60)]
+    matrix = compiled(sets, ["a", "b", "t"])
+    assert MatrixPolicy({}, matrix).solve("t", ["a", "b"]).evict == ([] if sign == "&" else ["a", "b"])
+    assert matrix.permits(["a", "b", "t"]) == (sign == "&")
+
+
+def test_a_union_of_more_choices_than_anybody_writes_is_weighed_in_a_moment() -> None:
+    models = [f"m{n}" for n in range(40)]
+    text = " & ".join(f"(m{n % 40} | t | m{(n * 7 + 3) % 40})" for n in range(1600))
+    matrix = compiled([("s", text)], [*models, "t"])
+    assert MatrixPolicy({}, matrix).solve("t", models[:16]).evict == [], "65 536 mixes at each of 1600 steps"
+    budgeted = MatrixPolicy(dict.fromkeys([*models, "t"], Sizes(1)), matrix, vram_budget=9)
+    assert len(budgeted.solve("t", models[:16]).evict) >= 8
 
 
 def test_a_hundred_models_in_fifty_sets() -> None:
