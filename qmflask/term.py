@@ -19,7 +19,7 @@ from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
 from qmflask.policy.plan import sentence
-from qmflask.policy.returning import returns
+from qmflask.policy.returning import Quiet, returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
 from qmflask.processes import Children, Identity
@@ -65,8 +65,7 @@ class Term:
         self._workers: dict[str, int] = {}
         self._config_generation = 0
         self._next_beat = 0
-        self._up: frozenset[str] | None = None  # what was not down at the last look for the default model,
-        self._stirred = time.monotonic_ns()  # and when that changed last, or this term began
+        self._quiet = Quiet(time.monotonic_ns())
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
@@ -272,12 +271,7 @@ class Term:
             if not model:
                 return
             snapshot = reading.snapshot(tx, rules, whole=True)
-            ends = [process.idle_since for process in reading.processes(tx).values()]
-        up = frozenset(name for name, view in snapshot.processes.items() if view.state not in DOWN)
-        if self._up not in (None, up):
-            self._stirred = now
-        self._up = up
-        back = returns(snapshot, model, max([self._stirred, *ends]), int(config.return_after * SECOND), now)
+        back = returns(snapshot, model, self._quiet.look(snapshot, now), int(config.return_after * SECOND), now)
         if not back and not any(request.model == model and request.owned for request in snapshot.queue):
             return
         with self._store.write(self._generation) as tx:
