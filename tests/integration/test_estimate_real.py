@@ -204,7 +204,7 @@ def test_a_server_that_cannot_load_says_so(llama_server: Path, tmp_path: Path) -
     broken.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(AskError, match="the server ended with exit code 1"):
         ask([str(llama_server), "-m", str(broken), "--port", str(free_port())], {}, 30)
-    with pytest.raises(AskError, match="SIGILL .*built for another CPU"):
+    with pytest.raises(AskError, match=r"SIGILL .*built for another CPU"):
         ask(["sh", "-c", "kill -ILL $$"], {}, 30)
     with pytest.raises(AskError, match="cannot start"):
         ask(["/no/such/server"], {}, 30)
