@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
+from qmflask.cli.completion import complete_profiles
 from qmflask.cli.service import connect, json_option, print_json, url_option
 from qmflask.cli.table import plain, table
 
 
 @click.command("profile")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_profiles)
 @click.option("--none", "no_profile", is_flag=True, help="Make no profile active.")
 @url_option
 @json_option

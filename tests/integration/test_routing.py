@@ -287,6 +287,9 @@ def test_profile_by_command_line(service: Service) -> None:
     assert ["active" in line for line in run(service, "profile").splitlines()] == [False, False, False, True]
     assert run(service, "profile", "--none") == "no profile is active\n"
     environ = {"QMFLASK_URL": service.url}
+    words = {**environ, "_QMFLASK_COMPLETE": "bash_complete", "COMP_WORDS": "qmflask profile d", "COMP_CWORD": "2"}
+    completed = CliRunner().invoke(main, prog_name="qmflask", env=words).output
+    assert completed.split() == ["plain,day", "plain,dusk"]
     wrong = CliRunner().invoke(main, ["profile", "nihgt"], env=environ)
     assert wrong.exit_code == 1 and "there is no profile 'nihgt'" in wrong.output
     assert CliRunner().invoke(main, ["profile", "day", "--none"], env=environ).exit_code == 2
