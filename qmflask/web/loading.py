@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
-from qmflask.errors import BadGateway, ClientGone, QmflaskError
+from qmflask.errors import BadGateway, ClientGone, QmflaskError, dismissal
 from qmflask.headers import first
 from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed, error_event
@@ -88,11 +88,12 @@ class _LoadingBody:
         try:
             data = self._step()
         except ClientGone as gone:
-            raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
+            told = dismissal(str(gone))
+            if told is None:
+                raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
+            data = self._fail(told)
         except QmflaskError as error:
-            self._failed = error
-            log.warning("the answer that had begun with loading frames failed: %s", error.message)
-            data = error_event(error)
+            data = self._fail(error)
         self._visit.client.writing_since = time.monotonic_ns()
         return data
 
@@ -110,6 +111,11 @@ class _LoadingBody:
         if not self._closed:
             log.error("a response was dropped without close()")
             self.close()
+
+    def _fail(self, error: QmflaskError) -> bytes:
+        self._failed = error
+        log.warning("the answer that had begun with loading frames ends: %s", error.message)
+        return error_event(error)
 
     def _step(self) -> bytes:
         if not self._looked:

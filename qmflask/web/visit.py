@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
 from qmflask.config import ApiKey
-from qmflask.errors import BadRequest, ClientGone
-from qmflask.hangup import Client, client_socket
-from qmflask.headers import Header
+from qmflask.errors import BadRequest, ClientGone, Conflict, QmflaskError
+from qmflask.hangup import Client, client_socket, read_ahead
+from qmflask.headers import Header, asks_for_websocket
 from qmflask.intake import Intake
 from qmflask.leases import Ask, Lease
 from qmflask.recording import Recording
-from qmflask.relay import Outcome, Relayed, StreamObserver, open_relay
+from qmflask.relay import Line, Outcome, Relayed, StreamObserver, open_relay
 from qmflask.router import Router
+from qmflask.states import SERVING
 from qmflask.upstream import UpstreamRequest
-from qmflask.web import request_id
+from qmflask.web import auth, request_id
+
+
+class WebsocketUnsupported(QmflaskError):
+    """Raised for a websocket where the WSGI server does not show us the client's socket."""
+
+    status, code = 501, "websocket_unsupported"
+
 
 #: A client that sends nothing of a body it has begun for this long will not send the rest either.
 READ_SECONDS = 60.0
@@ -32,7 +39,7 @@ class Visit:
     """Owns the request's slot, watched socket, body, lease and record; `end` gives them back, once."""
 
     def __init__(self, router: Router, environ: dict[str, Any], key: ApiKey | None, path: str) -> None:
-        """Raises Overloaded. `path` is the path that the model server will see."""
+        """Raises Overloaded, WebsocketUnsupported, Forbidden. `path` is the path that the model server will see."""
         self.router = router
         self.live = router.live
         self.environ = environ
@@ -46,15 +53,41 @@ class Visit:
         self.on_end: Callable[[], None] | None = None
         self._moves: Moves | None = None
         self._ended = False
-        self._sock: socket.socket | None = None
+        self._sock = client_socket(environ)
+        self.websocket = asks_for_websocket(environ)
+        if self.websocket:
+            self._check_websocket()
         router.take_slot()
         try:
-            self._sock = client_socket(environ)
             if self._sock is not None:
                 router.hangups.watch(self._sock, self.client)
         except BaseException:
             router.free_slot()
             raise
+
+    def _check_websocket(self) -> None:
+        auth.check_websocket(self.key, self.environ)
+        if self._sock is None:
+            raise WebsocketUnsupported(
+                "websockets need a WSGI server that hands over the connection, as gunicorn does; "
+                "under this one, connect to the model server itself: /running tells its address"
+            )
+
+    def as_guest(self, model: str) -> str | None:
+        """Where a loaded model listens, for an ignored websocket, which takes no lease; None for other requests.
+
+        Raises Conflict, ShuttingDown.
+        """
+        if not (self.websocket and self.live.config.models[model].compat.ignore_websockets):
+            return None
+        row = self.router.process_of(model)
+        if row is None or row.state not in SERVING or row.proxy is None:
+            raise Conflict(f"{model} is not loaded: ignored websocket requests cannot start it")
+        self.router.departures.welcome(self.client)
+        if self.on_end is not None:  # it is no load on the target that a selector chose
+            self.on_end()
+            self.on_end = None
+        return row.proxy
 
     def record(self) -> None:
         """Have this request recorded (activity, in-flight list, capture, access line)."""
@@ -115,7 +148,12 @@ class Visit:
                 on_end=self.end,
                 observer=self.recording if self._moves is None else self._moves,
                 extra_headers=headers,
+                line=self._line() if self.websocket else None,
             )
+
+    def _line(self) -> Line | None:
+        environ = self.environ
+        return Line(self._sock, lambda: read_ahead(environ)) if self._sock is not None else None
 
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
@@ -150,6 +188,7 @@ class Visit:
 
     def _leave(self, outcome: Outcome | None, error: BaseException | None) -> None:
         self.router.free_slot()
+        self.router.departures.part(self.client)
         request_id.forget()
         if self.on_end is not None:
             self.on_end()

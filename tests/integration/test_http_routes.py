@@ -120,10 +120,21 @@ def test_upstream_passes_everything_as_it_is(service: Service) -> None:
     assert service.get("/upstream/echo?a=b").header("Location") == "/upstream/echo/?a=b"
 
 
-def test_websockets_are_refused_clearly(service: Service) -> None:
-    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
-    reply = service.get("/upstream/asleep/ws", headers=headers)
-    assert (reply.status, reply.code) == (501, "websocket_unsupported")
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("POST", {"Connection": "Upgrade", "Upgrade": "websocket"}),
+        ("GET", {"Upgrade": "websocket"}),
+        ("GET", {"Connection": "Upgrade", "Upgrade": "h2c"}),
+        ("GET", {"Connection": "Upgrade", "Upgrade": "websocket"}),
+    ],
+)
+def test_what_only_a_websocket_may_ask_of_the_server(service: Service, method: str, headers: dict[str, str]) -> None:
+    """The model server here knows none, and answers as usual."""
+    reply = service.request(method, "/upstream/echo/ws", headers=headers)
+    assert reply.status == 200
+    seen = {name.lower() for name, _ in reply.json()["headers"]}
+    assert ("upgrade" in seen) == (method == "GET" and len(headers) == 2 and headers["Upgrade"] == "websocket")
 
 
 def test_ignored_paths_load_nothing(service: Service) -> None:
