@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from qmflask.errors import ShuttingDown
 from qmflask.hangup import Client
 from qmflask.leases import SECOND, Lease, idle_streams
+from qmflask.processes import Identity, boot_id
 from qmflask.store import Store, reading
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class Departures:
     def _is_the_end(self, store: Store) -> bool:
         # After HUP our master has forked successors, and gives old workers more time than its grace.
         with store.read() as tx:
-            return all(row.draining for row in reading.workers(tx) if row.master == self._master)
+            ours = [row for row in reading.workers(tx) if row.master == self._master and not row.draining]
+        return not any(Identity(row.pid, row.start_ticks, boot_id()).alive() for row in ours)
 
     def _cut_idle_streams(self, store: Store, leases: Sequence[Lease], now: int) -> None:
         """A page that was left open must not keep a model for ever."""

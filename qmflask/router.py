@@ -449,7 +449,7 @@ class Router:
                 if CANCEL in kinds:
                     self._cancel_marked()
                 self._deliver()
-                if time.monotonic() >= next_round:
+                if time.monotonic() >= next_round or not self._alive():  # a drain is short
                     next_round = time.monotonic() + 1.0
                     self._keep_house()
             except errors.QmflaskError as error:
