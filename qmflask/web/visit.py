@@ -158,9 +158,7 @@ class Visit:
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
         headers = [("X-QM-Request-Id", self.id), ("X-QM-Model", header_text(model))]
-        if lease is not None:
-            headers += [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
-        return headers
+        return headers if lease is None else headers + load_headers(lease)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -222,6 +220,11 @@ class Moves:
         self._lease.moved_at = time.monotonic_ns()
         if self._then is not None:
             self._then.feed(data)
+
+
+def load_headers(lease: Lease) -> list[Header]:
+    """Whether a request paid for a load, and how long it waited."""
+    return [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
 
 
 def _settle(recording: Recording, outcome: Outcome | None, error: BaseException | None) -> None:
