@@ -49,6 +49,13 @@ def require_admin(config: Config, environ: Environ) -> ApiKey | None:
     return key
 
 
+def require_all_models(config: Config, environ: Environ) -> None:
+    """For what names every model: a key that may use all of them, admin or not. Raises Unauthorized, Forbidden."""
+    key = accept(config, environ)
+    if key is not None and not key.admin and "*" not in key.models:
+        raise Forbidden('this needs a key with admin: true, or one for all models (models: ["*"])')
+
+
 def check_websocket(key: ApiKey | None, environ: Environ) -> None:
     """Raise Forbidden for a page of another site that uses the key its browser was given for ours.
 

@@ -23,8 +23,8 @@ from qmflask.web.sending import Servers
 from qmflask.web.visit import Visit
 
 COMFYUI = "comfyui_auto"
-#: Requests that are recorded like those on the model routes themselves.
-_RECORDED = {("POST", path) for path in POST_ROUTES.values()} | {("GET", path) for path in GET_ROUTES.values()}
+#: Requests that are recorded like those on the model routes themselves, by either of a route's paths.
+_RECORDED = {("POST", path) for path in (*POST_ROUTES, *POST_ROUTES.values())} | {("GET", path) for path in GET_ROUTES}
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:

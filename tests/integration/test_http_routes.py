@@ -76,11 +76,24 @@ def test_prefixes_are_removed(service: Service) -> None:
 
 def test_wrong_methods_and_unknown_paths(service: Service) -> None:
     reply = service.get("/v1/chat/completions")
-    assert reply.status == 405
-    assert "POST" in (reply.header("Allow") or "")
+    assert (reply.status, reply.header("Allow"), reply.body) == (405, "POST", b"Method Not Allowed")
     assert "text/plain" in (reply.header("Content-Type") or "")
+    assert service.post("/v1/models", b"").header("Allow") == "GET, HEAD"
+    assert service.request("PUT", "/v1/audio/voices", b"").header("Allow") == "GET, HEAD, POST"
     reply = service.get("/v1/nothing")
     assert (reply.status, reply.body) == (404, b"404 page not found")
+
+
+def test_head_of_what_never_ends(service: Service) -> None:
+    for _ in range(6):  # more often than there are streams for pages
+        for path in ("/logs/stream", "/api/events"):
+            reply = service.request("HEAD", path)
+            assert (reply.status, reply.body) == (200, b"")
+
+
+def test_the_machine(service: Service) -> None:
+    found = service.get("/api/hardware").json()
+    assert found["cpu"]["threads"] >= 1 and found["system"]["os"] == "Linux" and found["accelerators"] == []
 
 
 def test_preflights(service: Service) -> None:
@@ -106,6 +119,11 @@ def test_preflights(service: Service) -> None:
 def test_paths_are_cleaned(service: Service, path: str, clean: str) -> None:
     reply = service.get(path)
     assert (reply.status, reply.header("Location")) == (307, clean)
+
+
+def test_the_way_to_the_page(service: Service) -> None:
+    found = [(reply.status, reply.header("Location")) for reply in map(service.get, ("/", "/ui"))]
+    assert found == [(302, "/ui"), (307, "/ui/")]
 
 
 def test_upstream_passes_everything_as_it_is(service: Service) -> None:
