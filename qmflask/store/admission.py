@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import Action, Reject, RequestView, Serve, Snapshot, admit
 from qmflask.store import reading
-from qmflask.store.database import Store
+from qmflask.store.database import Store, next_tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Admissions:
                 return action
             if isinstance(action, Serve):
                 return _grant_new(tx, arrival, row["tick"], now)
-            return Queued(_insert(tx, arrival, "queued", None))
+            return Queued(_insert(tx, row["tick"], arrival, "queued", None))
 
     def _decide(
         self, tx: sqlite3.Connection, rules: Rules, version: int, generation: int, arrival: Arrival, now: int
@@ -106,18 +106,19 @@ class Admissions:
 
 
 def _grant_new(tx: sqlite3.Connection, arrival: Arrival, tick: int, now: int) -> Granted:
-    request = _insert(tx, arrival, "granted", now)
+    request = _insert(tx, tick, arrival, "granted", now)
     proxy = tx.execute(
         "UPDATE processes SET tick = ? WHERE model = ? RETURNING proxy", (tick, arrival.model)
     ).fetchone()["proxy"]
     return Granted(request, proxy)
 
 
-def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, granted_at: int | None) -> int:
-    cursor = tx.execute(
-        "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
-        " granted_at, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+def _insert(tx: sqlite3.Connection, tick: int, arrival: Arrival, state: str, granted_at: int | None) -> int:
+    tx.execute(
+        "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
+        " granted_at, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
+            tick,
             arrival.public_id,
             arrival.worker,
             arrival.kind,
@@ -131,14 +132,13 @@ def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, granted_at: in
             arrival.detail,
         ),
     )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
+    return tick
 
 
 def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
     """Queue a command for the leader (load, unload, reload) without deciding; returns the row's id."""
     with store.write() as tx:
-        return _insert(tx, arrival, state, None)
+        return _insert(tx, next_tick(tx), arrival, state, None)
 
 
 def release(store: Store, request: int, model: str, now: int, hold_until: int | None) -> bool:
@@ -205,7 +205,7 @@ def drop_rows(store: Store, ids: Sequence[int]) -> None:
 def reinsert(store: Store, arrival: Arrival, now: int) -> int:
     """Insert a lease again that the store lost; returns its new id."""
     with store.write() as tx:
-        return _insert(tx, arrival, "granted", now)
+        return _insert(tx, next_tick(tx), arrival, "granted", now)
 
 
 def cancel(store: Store, public_id: str) -> list[str]:

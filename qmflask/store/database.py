@@ -188,10 +188,9 @@ class Store:
             connection.execute(f"PRAGMA application_id={_TABLES}")
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
-                connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
                 # Ids of a store that was lost must not come again: workers still hold some of them.
-                first = time.time_ns() // 1000
-                connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('requests', ?)", (first,))
+                values = (self.boot_id, time.time_ns() // 1000)
+                connection.execute("INSERT INTO scheduler (id, boot_id, tick) VALUES (1, ?, ?)", values)
             elif row["boot_id"] != self.boot_id:
                 for statement in _statements(FORGET_ON_BOOT):
                     connection.execute(statement)
@@ -272,6 +271,12 @@ class Store:
         """Close the connection; the store cannot be used afterwards."""
         with self._lock:
             self._connection.close()
+
+
+def next_tick(tx: sqlite3.Connection) -> int:
+    """The next value of the LRU counter, which requests take as their ids."""
+    tick: int = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()[0]
+    return tick
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:

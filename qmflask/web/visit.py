@@ -141,7 +141,7 @@ class Visit:
             self.recording.sent(self.path, sending.headers, sending.body)
         upload = sending.body is not None and not isinstance(sending.body, bytes)
         with self.reading() if upload else _NOTHING:
-            return open_relay(
+            relayed = open_relay(
                 self.router.upstream,
                 sending,
                 self.client,
@@ -150,6 +150,10 @@ class Visit:
                 extra_headers=headers,
                 line=self._line() if self.websocket else None,
             )
+        if relayed.small:
+            # Most clients close as soon as they have the answer: the watcher would wake for nothing.
+            self._unwatch()
+        return relayed
 
     def _line(self) -> Line | None:
         environ = self.environ
@@ -193,13 +197,19 @@ class Visit:
         if self.recording is not None:
             _settle(self.recording, outcome, error)
         try:
-            if self._sock is not None:
-                self.router.hangups.unwatch(self._sock)
-                if self._sock.fileno() >= 0:
-                    self._sock.settimeout(READ_SECONDS)  # for what the server still writes: the end of a chunked body
+            self._unwatch()
         finally:
             if self.body is not None:
                 self.body.close()
+
+    def _unwatch(self) -> None:
+        """Leave the client's socket alone; what the server still writes is bounded by a timeout."""
+        if self._sock is None:
+            return
+        self.router.hangups.unwatch(self._sock)
+        if self._sock.fileno() >= 0:
+            self._sock.settimeout(READ_SECONDS)
+        self._sock = None
 
 
 class Moves:

@@ -69,7 +69,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime",
     },
     4: {"web", "app"},
-    5: {"cli", "demo", "gunicorn_conf"},
+    5: {"cli", "demo", "gunicorn_conf", "worker"},
 }
 
 #: (importer, imported) within one layer, each a decision; everything else goes downwards.
@@ -146,7 +146,7 @@ HOMES: dict[str, set[str]] = {
     "gguf": {"memory"},
     "click": {"cli"},
     "prometheus_client": {"web"},
-    "gunicorn": set(),
+    "gunicorn": {"worker"},
 }
 
 #: Neither a clock nor the outside in layers 0 and 1: values in, values out.
