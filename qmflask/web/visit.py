@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
 from qmflask.config import ApiKey
 from qmflask.errors import BadRequest, ClientGone, Conflict, QmflaskError
+from qmflask.exchange import set_timeout
 from qmflask.hangup import Client, client_socket, read_ahead
 from qmflask.headers import Header, asks_for_websocket
 from qmflask.intake import Intake
@@ -30,7 +30,6 @@ class WebsocketUnsupported(QmflaskError):
 
 #: A client that sends nothing of a body it has begun for this long will not send the rest either.
 READ_SECONDS = 60.0
-_NOTHING = contextlib.nullcontext()
 #: Longest wait a client may ask for, in ms.
 _MAX_WAIT_MS = 24 * 3600 * 1000
 
@@ -61,6 +60,7 @@ class Visit:
         try:
             if self._sock is not None:
                 router.hangups.watch(self._sock, self.client)
+                set_timeout(self._sock, READ_SECONDS)
         except BaseException:
             router.free_slot()
             raise
@@ -139,43 +139,35 @@ class Visit:
         """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
         if self.recording is not None:
             self.recording.sent(self.path, sending.headers, sending.body)
-        upload = sending.body is not None and not isinstance(sending.body, bytes)
-        with self.reading() if upload else _NOTHING:
-            relayed = open_relay(
-                self.router.upstream,
-                sending,
-                self.client,
-                on_end=self.end,
-                observer=self.recording if self._moves is None else self._moves,
-                extra_headers=headers,
-                line=self._line() if self.websocket else None,
-            )
+        relayed = open_relay(
+            self.router.upstream,
+            sending,
+            self.client,
+            on_end=self.end,
+            observer=self.recording if self._moves is None else self._moves,
+            extra_headers=headers,
+            line=self._line() if self.websocket else None,
+        )
         if relayed.small:
             # Most clients close as soon as they have the answer: the watcher would wake for nothing.
             self._unwatch()
+        else:
+            self.writing()
         return relayed
 
     def _line(self) -> Line | None:
         environ = self.environ
         return Line(self._sock, lambda: read_ahead(environ)) if self._sock is not None else None
 
+    def writing(self) -> None:
+        """A long answer begins: whether its client stalls is for the watcher to say, a timeout would cut slow ones."""
+        if self._sock is not None:
+            set_timeout(self._sock, None)
+
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
         headers = [("X-QM-Request-Id", self.id), ("X-QM-Model", header_text(model))]
         return headers if lease is None else headers + load_headers(lease)
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """While the body is read: a client that stalls gives its slot back. Never while an answer is written."""
-        if self._sock is None:
-            yield
-            return
-        self._sock.settimeout(READ_SECONDS)
-        try:
-            yield
-        finally:
-            if self._sock.fileno() >= 0:
-                self._sock.settimeout(None)
 
     def end(self, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
         """Give everything back; idempotent."""
@@ -208,7 +200,7 @@ class Visit:
             return
         self.router.hangups.unwatch(self._sock)
         if self._sock.fileno() >= 0:
-            self._sock.settimeout(READ_SECONDS)
+            set_timeout(self._sock, READ_SECONDS)
         self._sock = None
 
 
