@@ -132,7 +132,7 @@ class Exchange:
         body = self.request.body
         head = self._head_bytes()
         limit = self.request.timeouts.response_header
-        sock.settimeout(limit or None)
+        set_timeout(sock, limit or None)
         try:
             if isinstance(body, bytes) and len(body) <= BLOCK:
                 sock.sendall(head + body)
@@ -154,7 +154,7 @@ class Exchange:
             try:
                 if left is not None and left <= 0:
                     raise TimeoutError
-                sock.settimeout(left)
+                set_timeout(sock, left)
                 data = sock.recv(BLOCK)
             except TimeoutError as error:
                 raise UpstreamTimeout(f"{self.where} sent no complete headers within {limit:g} s.") from error
@@ -252,6 +252,12 @@ class Exchange:
     def _check_stale(self, reader: http1.HeadReader) -> None:
         if not self.fresh and not reader.begun and (self.request.body is None or isinstance(self.request.body, bytes)):
             raise Stale
+
+
+def set_timeout(sock: socket.socket, seconds: float | None) -> None:
+    """Set a socket's timeout where it differs: each call is a system call, and a chance for other threads."""
+    if sock.gettimeout() != seconds:
+        sock.settimeout(seconds)
 
 
 def _target(rest: str) -> str:

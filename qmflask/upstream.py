@@ -20,7 +20,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from qmflask import http1
-from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest
+from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest, set_timeout
 from qmflask.hangup import Client
 
 __all__ = ["Timeouts", "Upstream", "UpstreamRequest", "UpstreamResponse"]
@@ -101,7 +101,7 @@ class UpstreamResponse:
         try:
             self._body = http1.body_of(exchange.request.method, head)
             self._pending = self._body.feed(head.rest) if head.rest else b""
-            exchange.sock.settimeout(exchange.request.timeouts.idle or None)
+            set_timeout(exchange.sock, exchange.request.timeouts.idle or None)
         except BaseException:
             answer.end(keep=False)
             raise

@@ -11,7 +11,7 @@ from typing import Any
 from qmflask.errors import QmflaskError
 from qmflask.states import Phase, State, check_transition
 from qmflask.store import counters, reading
-from qmflask.store.database import Store, next_tick
+from qmflask.store.database import Store
 from qmflask.store.rows import ProcessRow
 
 
@@ -133,7 +133,7 @@ def open_swap(
     now: int,
 ) -> int:
     """Record a swap in its first phase; returns its id. The target is stamped as used."""
-    tick = next_tick(tx)
+    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
     tx.execute("INSERT OR IGNORE INTO processes (model) VALUES (?)", (target,))
     tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, target))
     cursor = tx.execute(
@@ -166,7 +166,7 @@ def grant(tx: sqlite3.Connection, ids: Iterable[int], model: str, now: int, *, p
 
     Loads and preloads want no lease: they are done.
     """
-    tick = next_tick(tx)
+    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
     tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, model))
     woken: set[str] = set()
     for request in ids:
@@ -240,8 +240,8 @@ def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, no
     for offset, model in enumerate(models if done else ()):
         tx.execute(
             "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " VALUES (?, ?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
-            (next_tick(tx), f"preload-{offset}", model, now + offset, time.time(), patience_at),
+            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
+            (f"preload-{offset}", model, now + offset, time.time(), patience_at),
         )
     return bool(done)
 
@@ -254,8 +254,8 @@ def activate_profile(
     for offset, model in enumerate(preload):
         tx.execute(
             "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " VALUES (?, ?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
-            (next_tick(tx), f"profile-{offset}", model, now + offset, time.time(), patience_at),
+            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
+            (f"profile-{offset}", model, now + offset, time.time(), patience_at),
         )
 
 
@@ -263,8 +263,8 @@ def queue_load(tx: sqlite3.Connection, model: str, now: int) -> None:
     """Queue one load that the leader owns; its end is nobody's answer."""
     tx.execute(
         "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall)"
-        " VALUES (?, 'default', NULL, 'preload', ?, 'pending', ?, ?)",
-        (next_tick(tx), model, now, time.time()),
+        " SELECT tick + 1, 'default', NULL, 'preload', ?, 'pending', ?, ? FROM scheduler",
+        (model, now, time.time()),
     )
 
 

@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS scheduler (          -- exactly one row
     generation        INTEGER NOT NULL DEFAULT 0,  -- the leader's term
     leader            TEXT,                        -- its worker id
     heartbeat         INTEGER NOT NULL DEFAULT 0,
-    tick              INTEGER NOT NULL DEFAULT 0,  -- LRU counter, and the ids of requests
+    tick              INTEGER NOT NULL DEFAULT 0,  -- LRU counter, and the source of requests' ids
     active_profile    TEXT
 );
 CREATE TABLE IF NOT EXISTS workers (
@@ -81,7 +81,7 @@ CREATE TABLE IF NOT EXISTS swaps (
     generation INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; granted = the lease
-    id          INTEGER PRIMARY KEY,               -- the tick of its arrival: it never comes again
+    id          INTEGER PRIMARY KEY,               -- the tick of its arrival, which never comes again
     public_id   TEXT    NOT NULL,
     worker      TEXT,                              -- NULL: owned by the leader (preload)
     kind        TEXT    NOT NULL DEFAULT 'infer',  -- infer, load, preload, unload, reload
@@ -92,6 +92,7 @@ CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; grant
     priority    INTEGER NOT NULL DEFAULT 0,
     patience_at INTEGER NOT NULL DEFAULT 0,
     granted_at  INTEGER,
+    ended_at    INTEGER,                           -- written to end a lease: the row goes with it
     paid        INTEGER NOT NULL DEFAULT 0,        -- this request caused or waited for a load
     cancelled   INTEGER NOT NULL DEFAULT 0,
     error_code  TEXT,
@@ -121,6 +122,21 @@ CREATE TABLE IF NOT EXISTS floors (                -- lowest trusted foreign use
 ) WITHOUT ROWID;
 """
 SCHEMA += COUNTERS
+
+#: What belongs to each arrival and to the end of each lease, so that either is one statement: in a busy process each
+#: statement of a transaction costs two switches between threads.
+TRIGGERS = {
+    "request_arrived": """AFTER INSERT ON requests BEGIN
+        UPDATE scheduler SET tick = NEW.id;
+        UPDATE processes SET tick = NEW.id WHERE model = NEW.model AND NEW.state = 'granted';
+    END""",
+    "lease_ended": """AFTER UPDATE OF ended_at ON requests BEGIN
+        UPDATE scheduler SET tick = tick + 1;
+        UPDATE processes SET tick = (SELECT tick FROM scheduler), idle_since = NEW.ended_at, answered = 1
+            WHERE model = NEW.model;
+        DELETE FROM requests WHERE id = NEW.id;
+    END""",
+}
 
 #: What another boot makes meaningless.
 FORGET_ON_BOOT = """
