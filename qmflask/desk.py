@@ -10,7 +10,7 @@ from collections.abc import Callable
 from qmflask import errors
 from qmflask.configuration import Live
 from qmflask.hangup import Client
-from qmflask.leases import MILLISECOND, Lease, Waiter, idle_streams
+from qmflask.leases import MILLISECOND, Lease, Waiter
 from qmflask.store import Store, admission, reading
 from qmflask.store.admission import Arrival
 
@@ -34,10 +34,10 @@ class FrontDesk:
         #: How often the mailbox was emptied, or would have been: see `register`.
         self.mails = 0
 
-    @property
-    def holds(self) -> int:
-        """How many leases are open."""
-        return len(self._leases)
+    def leases(self) -> list[Lease]:
+        """Those that are open."""
+        with self._lock:
+            return list(self._leases.values())
 
     # -- in request threads -----------------------------------------------------------------------------------
 
@@ -123,19 +123,6 @@ class FrontDesk:
                 lease.client.cancel("cancelled")
             elif waiter is not None:
                 waiter.woken.set()
-
-    def cut_idle_streams(self) -> None:
-        """A page that was left open must not keep a model for ever."""
-        with self._lock:
-            leases = [lease for lease in self._leases.values() if lease.idle_limit]
-        if not leases:
-            return
-        with self._store.read() as tx:
-            states = {row.model: row.state for row in reading.processes(tx).values()}
-            counts = reading.leases(tx)
-        for lease in idle_streams(leases, states, counts, time.monotonic_ns()):
-            log.info("cutting an idle stream of model %s (idleStreamTimeout)", lease.model)
-            lease.client.cancel("idle")
 
     def reconcile(self) -> None:
         """Enter again what the store has lost of ours, and drop what it has of ours that has ended."""

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,19 @@ from qmflask.activity import Activity, Surroundings
 from qmflask.ballast import Ballast
 from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
+from qmflask.departures import Departures
 from qmflask.desk import FrontDesk
 from qmflask.hangup import Client, HangupWatcher
-from qmflask.hosting import Hosting
 from qmflask.leader import Duties, Leader
 from qmflask.leases import NO_WISHES, Ask, Lease, Pending
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children
 from qmflask.roster import Roster
-from qmflask.states import State
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
-from qmflask.store.rows import SchedulerRow
+from qmflask.store.rows import ProcessRow, SchedulerRow
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -52,9 +51,16 @@ SLOT_WAIT = 0.05
 class Router:
     """The request's side of one worker: owns its store connection, wake-up channel, hang-up watcher and threads."""
 
-    def __init__(self, source: Path, state: Path, hosting: Hosting, slots: int, viewers: int = VIEWERS) -> None:
-        self._hosting = hosting
-        self._alive = hosting.alive
+    def __init__(
+        self,
+        source: Path,
+        state: Path,
+        alive: Callable[[], bool],
+        slots: int,
+        viewers: int = VIEWERS,
+        grace: float | None = None,
+    ) -> None:
+        self._alive = alive
         self._slots = threading.Semaphore(slots)
         self.viewers = threading.Semaphore(viewers)
         for warning in prepare_state_directory(state):
@@ -66,6 +72,7 @@ class Router:
         self._store = self._open_store()
         self._roster = Roster(self._store)
         self.worker, self.master = self._roster.worker, self._roster.master
+        self.departures = Departures(self.master, grace)
         self._configuration = Configuration(source, state)
         self._configuration.boot(self._store, self.master)
         self._admissions = Admissions(self._store)
@@ -157,6 +164,10 @@ class Router:
         """Take this worker out of the list; True when the service ends with it."""
         return self._roster.leave()
 
+    def successors(self) -> int:
+        """How many workers our master has forked after us that are up and take requests."""
+        return self._roster.successors()
+
     @property
     def live(self) -> Live:
         """The configuration in force in this process."""
@@ -245,16 +256,15 @@ class Router:
             detail=orjson.dumps(ask.detail).decode() if ask.detail is not None else None,
         )
 
-    def load_of(self, selector: str) -> reading.SelectorLoad:
-        """What a selector chooses by."""
+    def load_of(self, selector: str, *, everybody: bool = False) -> reading.SelectorLoad:
+        """What a selector chooses by: its requests at other workers, or (`everybody`) at this one too."""
         with self._store.read() as tx:
-            return reading.selector_load(tx, selector, self.worker)
+            return reading.selector_load(tx, selector, "" if everybody else self.worker)
 
-    def state_of(self, model: str) -> State:
-        """A model's state now."""
+    def process_of(self, model: str) -> ProcessRow | None:
+        """A model's process now; None if it never had one."""
         with self._store.read() as tx:
-            row = reading.process(tx, model)
-        return row.state if row is not None else State.STOPPED
+            return reading.process(tx, model)
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -279,10 +289,13 @@ class Router:
             self._send(worker, CANCEL)
         return bool(workers)
 
-    def active_profile(self) -> str | None:
-        """The profile that somebody made active, by any worker; it may be gone from the configuration."""
+    def active_profile(self, live: Live) -> str | None:
+        """The profile that somebody made active, by any worker; None for one that the configuration has no more."""
+        if not live.config.profiles:
+            return None
         with self._store.read() as tx:
-            return reading.scheduler(tx).active_profile
+            name = reading.scheduler(tx).active_profile
+        return name if name in live.config.profiles else None
 
     def activate_profile(self, live: Live, name: str | None) -> None:
         """Make a profile (or none) active for all workers, and queue what it preloads."""
@@ -346,7 +359,6 @@ class Router:
             try:
                 kinds = self._mailbox.receive(LOOK)
                 self._desk.mails += 1
-                self._hosting.look(self._roster.successors)
                 if self._store.replaced():  # first of all: what is read from the old one may be damaged
                     self._move_to_new_store()
                 if LEADER in kinds:
@@ -358,7 +370,7 @@ class Router:
                 if CANCEL in kinds:
                     self._desk.cancel_marked()
                 self._deliver()
-                if time.monotonic() >= next_round:
+                if time.monotonic() >= next_round or not self._alive():  # a drain is short
                     next_round = time.monotonic() + 1.0
                     self._keep_house()
             except errors.QmflaskError as error:
@@ -378,6 +390,7 @@ class Router:
     def _drain(self) -> None:
         if not self._draining:
             self._draining = True
+            self.departures.drain(time.monotonic_ns())
             admission.set_draining(self._store, self.worker)
         self._desk.refuse_all(errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1))
 
@@ -401,11 +414,11 @@ class Router:
                 errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5)
             )
         self._desk.reconcile()
-        self._desk.cut_idle_streams()
+        self.departures.look(self._store, self._desk.leases(), time.monotonic_ns())
 
     def _move_to_new_store(self) -> None:
         """The file was removed or replaced: open the new one and enter ourselves, our leases and waiters again."""
-        log.warning("the state store was replaced: entering %d leases again", self._desk.holds)
+        log.warning("the state store was replaced: entering %d leases again", len(self._desk.leases()))
         self._store.reopen()
         if self._mailbox.lost(self.state / "wake"):
             self._mailbox.close()
@@ -434,7 +447,9 @@ class Router:
         now = time.monotonic_ns()
         with store.write(generation) as tx:
             patience = now + config.patience_ms * MILLISECOND
-            scheduling.queue_preload(tx, config.preload, self.master, now, patience)
+            profile = config.profiles.get(reading.scheduler(tx).active_profile or "")
+            more = [model for model in profile.preload if model not in config.preload] if profile else []
+            scheduling.queue_preload(tx, [*config.preload, *more], self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from qmflask import journal
-from qmflask.hosting import Hosting
 from qmflask.places import source_path, state_path
 from qmflask.router import Router
 from qmflask.shutdown import stop_models
@@ -46,13 +47,16 @@ class Runtime:
         """Build and start the Router; `worker` is gunicorn's, whose `alive` says when it drains."""
         with self._lock:
             if self._router is None or self._pid != os.getpid():
+                server = worker or _gunicorn_worker()
+                alive = _alive_of(server)
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
-                hosting = Hosting(worker)
-                reserve = min(RESERVE, hosting.threads // 4)
-                slots, viewers = max(1, hosting.threads - reserve), reserve * 2 // 3
-                router = Router(source, state_path(source), hosting, slots, viewers)
+                threads, reserve = _threads(worker)
+                sizes = max(1, threads - reserve), _viewers(reserve)
+                router = Router(source, state_path(source), alive, *sizes, _grace(worker))
                 router.start()
+                if hasattr(server, "successors"):
+                    server.successors = router.successors
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
                     atexit.register(self._end)  # nobody will tell us
@@ -74,6 +78,36 @@ class Runtime:
         self.stop()
         if last:
             stop_models(state)
+
+
+def _gunicorn_worker() -> Any:
+    """gunicorn's worker object without its hooks: TERM's handler is a method of it (field notes A6)."""
+    handler = signal.getsignal(signal.SIGTERM)
+    owner = getattr(handler, "__self__", None)
+    return owner if hasattr(owner, "alive") else None
+
+
+def _alive_of(worker: Any) -> Callable[[], bool]:
+    """Whether the worker takes new requests: it does not once it was told to end, nor when its master is gone."""
+    if worker is None:
+        return lambda: True
+    return lambda: bool(worker.alive) and worker.ppid == os.getppid()
+
+
+def _threads(worker: Any) -> tuple[int, int]:
+    """The worker's threads, and how many of them inference never gets."""
+    threads = int(getattr(getattr(worker, "cfg", None), "threads", 0) or 64)
+    return threads, min(RESERVE, threads // 4)
+
+
+def _grace(worker: Any) -> float | None:
+    """Seconds from TERM to KILL."""
+    grace = getattr(getattr(worker, "cfg", None), "graceful_timeout", None)
+    return float(grace) if grace is not None else None
+
+
+def _viewers(reserve: int) -> int:
+    return reserve * 2 // 3
 
 
 def complain(error: Exception) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
-from qmflask.errors import MissingModel, ModelNotFound
+from qmflask.errors import MissingModel
+from qmflask.headers import Header
 from qmflask.intake import Intake
 from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed
@@ -68,11 +69,13 @@ class Inference:
         visit = Visit(router, environ, key, path)
         try:
             visit.record()
-            with visit.reading():
-                body = visit.body = intakes.take(environ, max_body=live.config.max_body)
+            body = visit.body = intakes.take(environ, max_body=live.config.max_body)
             asked = _named(body)
             visit.named(asked, None)
-            target, visit.on_end = self._find(visit, asked)
+            visit.live, found = targets.in_newest(
+                router, visit.live, lambda live: targets.find(router, live, self._choices, key, asked)
+            )
+            target, visit.on_end = found
             if target.meaning.kind == "peer":
                 return self._from_peer(visit, target, body)
             return self._from_model(visit, target, body)
@@ -80,21 +83,13 @@ class Inference:
             visit.end(None, error)
             raise
 
-    def _find(self, visit: Visit, asked: str) -> tuple[Target, Callable[[], None] | None]:
-        """What is asked for; a name that means nothing is looked up once more in the newest configuration."""
-        try:
-            return targets.find(visit.router, visit.live, self._choices, visit.key, asked)
-        except ModelNotFound:
-            newest = visit.router.newest()
-            if newest is visit.live:
-                raise
-            visit.live = newest
-            return targets.find(visit.router, newest, self._choices, visit.key, asked)
-
     def _from_model(self, visit: Visit, target: Target, body: Intake) -> Relayed:
         model = target.meaning.id
         visit.named(target.asked, model, target.selector)
         server = self._servers(visit.live).models[model]
+        guest = visit.as_guest(model)
+        if guest is not None:
+            return _send(visit, target, server, body, guest, visit.answer_headers(model))
         ask = visit.ask(model, target.selector)
         outcome = visit.router.admit(visit.live, model, visit.client, ask)
         if isinstance(outcome, Lease):
@@ -133,6 +128,9 @@ def _wait(pending: Pending) -> Lease:
 
 def _relay(visit: Visit, target: Target, server: Server, body: Intake, lease: Lease) -> Relayed:
     visit.granted(lease)
+    return _send(visit, target, server, body, lease.proxy, visit.answer_headers(lease.model, lease))
+
+
+def _send(visit: Visit, target: Target, server: Server, body: Intake, proxy: str, headers: list[Header]) -> Relayed:
     name = sending.edit(body, target, server)
-    request = sending.to_model(visit, server, lease, visit.path, body, name)
-    return visit.relay(request, visit.answer_headers(lease.model, lease))
+    return visit.relay(sending.to_model(visit, server, proxy, visit.path, body, name), headers)

@@ -9,11 +9,12 @@ from urllib.parse import quote, unquote
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
-from qmflask.errors import Conflict, NotFound, QmflaskError
+from qmflask.configuration import Live
+from qmflask.errors import Conflict, NotFound
 from qmflask.names import Resolved
 from qmflask.relay import Relayed
 from qmflask.router import Router
-from qmflask.states import State
+from qmflask.states import SERVING
 from qmflask.web import auth, sending, targets
 from qmflask.web.answers import Passed, redirect
 from qmflask.web.derived import PerLive
@@ -23,14 +24,8 @@ from qmflask.web.sending import Servers
 from qmflask.web.visit import Visit
 
 COMFYUI = "comfyui_auto"
-#: Requests that are recorded like those on the model routes themselves.
-_RECORDED = {("POST", path) for path in POST_ROUTES.values()} | {("GET", path) for path in GET_ROUTES.values()}
-
-
-class WebsocketUnsupported(QmflaskError):
-    """Raised for a websocket handshake: a WSGI application has no way to take over the connection."""
-
-    status, code = 501, "websocket_unsupported"
+#: Requests that are recorded like those on the model routes themselves, by either of a route's paths.
+_RECORDED = {("POST", path) for path in (*POST_ROUTES, *POST_ROUTES.values())} | {("GET", path) for path in GET_ROUTES}
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:
@@ -66,20 +61,15 @@ class UpstreamPath:
         live = router.live
         key = auth.accept(live.config, environ)
         rest = raw_path(environ).partition("/upstream")[2]
-        found = _pinned(router, rest) or live.names.split_upstream_path(rest)
-        if found is None:
-            live = router.newest()
-            found = live.names.split_upstream_path(rest)
-        if found is None:
-            raise NotFound(f"model not found: no model is named by {unquote(rest)[:200]!r}", param="model")
+        live, (path, found) = targets.in_newest(router, live, lambda live: _find(router, live, rest))
         meaning, name, remaining = found
-        auth.check_model(key, live.config, name, meaning)
+        asked = name if path == rest else unquote(rest.removesuffix(remaining)).strip("/")
+        auth.check_model(key, live.config, asked, meaning)
         if not remaining:
-            return _with_slash(environ, f"/upstream/{quote(name, safe='/:@!$&()*+,;=~')}/")
-        _refuse_websocket(environ)
+            return _with_slash(environ, f"/upstream/{quote(asked, safe='/:@!$&()*+,;=~')}/")
         if meaning.kind == "model" and live.config.ignores_path(unquote(remaining)):
             _need_ready(router, meaning.id, "the path matches upstream.ignorePaths, which never loads a model")
-        return Passed(self._pass(router, environ, meaning, remaining))
+        return Passed(self._pass(router, live, environ, meaning, remaining))
 
     def comfyui(self, router: Router, environ: dict[str, Any]) -> Response:
         """`/comfyui/rest`, for the one model of that name."""
@@ -92,13 +82,11 @@ class UpstreamPath:
         auth.check_model(key, live.config, COMFYUI, meaning)
         if not remaining:
             return _with_slash(environ, "/comfyui/")
-        _refuse_websocket(environ)
         if remaining != "/":
             _need_ready(router, meaning.id, "only /comfyui/ can start it")
-        return Passed(self._pass(router, environ, meaning, remaining))
+        return Passed(self._pass(router, live, environ, meaning, remaining))
 
-    def _pass(self, router: Router, environ: dict[str, Any], meaning: Resolved, path: str) -> Relayed:
-        live = router.live
+    def _pass(self, router: Router, live: Live, environ: dict[str, Any], meaning: Resolved, path: str) -> Relayed:
         visit = Visit(router, environ, auth.accept(live.config, environ), path)
         try:
             if (environ["REQUEST_METHOD"], path) in _RECORDED:
@@ -112,22 +100,35 @@ class UpstreamPath:
                 return visit.relay(sending.to_peer(visit, server, path, body, None), visit.answer_headers(model))
             visit.named(meaning.id, meaning.id)
             server = self._servers(live).models[meaning.id]
+            guest = visit.as_guest(meaning.id)
+            if guest is not None:
+                request = sending.to_model(visit, server, guest, path, body, None)
+                return visit.relay(request, visit.answer_headers(meaning.id))
             lease = router.lease(live, meaning.id, visit.client, visit.ask(meaning.id))
             visit.granted(lease)
             if environ["REQUEST_METHOD"] == "GET":
                 visit.may_idle(lease, lease.live.config.models[meaning.id].idle_stream_timeout)
-            request = sending.to_model(visit, server, lease, path, body, None)
+            request = sending.to_model(visit, server, lease.proxy, path, body, None)
             return visit.relay(request, visit.answer_headers(meaning.id, lease))
         except BaseException as error:
             visit.end(None, error)
             raise
 
 
-def _pinned(router: Router, rest: str) -> tuple[Resolved, str, str] | None:
-    """The longest pin of the active profile that begins the path. Raises ModelNotFound for a disabled one."""
-    pins = targets.pins_of(router, router.live)
+def _find(router: Router, live: Live, rest: str) -> tuple[str, tuple[Resolved, str, str]]:
+    """The path after the profile's pin, and whom it names: (meaning, name, remaining path). Raises NotFound."""
+    path = _pinned(router, live, rest)
+    found = live.names.split_upstream_path(path)
+    if found is None:
+        raise _not_found(live, rest, path)
+    return path, found
+
+
+def _pinned(router: Router, live: Live, rest: str) -> str:
+    """The path with the longest pin of the active profile that begins it replaced. Raises ModelNotFound."""
+    pins = targets.pins_of(router, live)
     if not pins:
-        return None
+        return rest
     parts: list[str] = []
     best: tuple[str, str] | None = None
     at = 1
@@ -140,14 +141,20 @@ def _pinned(router: Router, rest: str) -> tuple[Resolved, str, str] | None:
                 best = ("/".join(parts), rest[end:])
         at = end + 1
     if best is None:
-        return None
+        return rest
     name, remaining = best
     if not pins[name]:
         raise targets.disabled(name)
-    meaning = router.live.names.resolve(pins[name])
-    if meaning is None or meaning.kind == "selector":
-        return None
-    return meaning, name, remaining
+    return f"/{quote(pins[name], safe='')}{remaining}"
+
+
+def _not_found(live: Live, rest: str, meant: str) -> NotFound:
+    """The error for a path that begins with no model; `meant` is the path once the profile has had its say."""
+    text = f"model not found: no model is named by {unquote(rest)[:200]!r}"
+    first = unquote(meant.split("/")[1])
+    if first in live.config.selectors:
+        text += f"; {first[:200]!r} is a selector, which chooses for requests that name it in their body or query"
+    return NotFound(text, param="model")
 
 
 def _with_slash(environ: dict[str, Any], path: str) -> Response:
@@ -156,12 +163,6 @@ def _with_slash(environ: dict[str, Any], path: str) -> Response:
 
 
 def _need_ready(router: Router, model: str, why: str) -> None:
-    if router.state_of(model) not in (State.READY, State.DRAINING):
+    row = router.process_of(model)
+    if row is None or row.state not in SERVING:
         raise Conflict(f"{model} is not loaded: {why}")
-
-
-def _refuse_websocket(environ: dict[str, Any]) -> None:
-    if "websocket" in environ.get("HTTP_UPGRADE", "").lower():
-        raise WebsocketUnsupported(
-            "websockets cannot pass through qmflask, which is a WSGI application; connect to the model server itself"
-        )

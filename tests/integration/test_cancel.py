@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import json
+import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
+from tests.integration.conftest import StartService
 from tests.integration.fronting import nginx
-from tests.service import Service, eventually
+from tests.service import Service, Stream, eventually
 
 
 @dataclass
@@ -30,6 +34,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     service = Service(folder, {}, workers=2, threads=32, args=("--bind", f"unix:{folder / 'http.sock'}"))
     models = {name: {"cmd": service.fake(name), "estVramGB": 9} for name in ("alpha", "beta")}
     models["slow"] = {"cmd": service.fake("slow", load_time=3600), "estRamGB": 1}
+    models["thinks"] = {**models["slow"], "cmd": service.fake("thinks", load_time=3600), "sendLoadingState": True}
     service.write_config({"vramBudgetGB": 16, "ramBudgetGB": 99, "models": models})
     service.start()
     try:
@@ -127,11 +132,49 @@ def test_cancelling_requests_of_any_worker(service: Service) -> None:
         assert len(workers) == 2, "all connections went to one worker"
         for name, stream in zip(names, streams, strict=True):
             assert service.post(f"/api/inflight/{name}/cancel").status == 200
-            with pytest.raises((OSError, http.client.HTTPException)):
-                list(stream)
-            stream.close()  # who keeps a cut connection open holds its worker up for two seconds
+            assert told(stream) == "cancelled"
+            stream.close()
     finally:
         for stream in streams:
             stream.close()
     eventually(lambda: not service.leases(), "no lease is left")
     assert service.post("/api/inflight/cancel-0/cancel").status == 404
+
+
+def told(stream: Stream) -> str:
+    """The code of the error event that ends a stream which is then cut."""
+    payloads: list[str] = []
+    with pytest.raises((OSError, http.client.HTTPException)):
+        payloads.extend(stream)
+    return str(json.loads(payloads[-1])["error"]["code"])
+
+
+def test_cancelling_what_has_only_seen_loading_frames(service: Service) -> None:
+    with service.stream("thinks", headers={"X-Request-Id": "cancel-thinking"}) as stream:
+        assert "thinks" in next(iter(stream))
+        assert service.post("/api/inflight/cancel-thinking/cancel").status == 200
+        assert told(stream) == "cancelled"
+
+
+def test_cancelling_before_the_headers(service: Service) -> None:
+    service.chat("alpha")
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"X-Fake": "header_delay=60", "X-Request-Id": "cancel-early"}
+        waiting = pool.submit(service.chat, "alpha", headers=headers)
+        where = "SELECT 1 FROM requests WHERE public_id = 'cancel-early' AND state = 'granted'"
+        eventually(lambda: service.query(where), "it is asked")
+        assert service.post("/api/inflight/cancel-early/cancel").status == 200
+        assert (waiting.result().status, waiting.result().code) == (499, "cancelled")
+
+
+def test_the_end_of_the_service_is_told_to_those_it_cuts(start_service: StartService) -> None:
+    """Before gunicorn kills the worker they are served by, which could tell nobody."""
+    service = start_service(
+        lambda s: {"models": {"alpha": {"cmd": s.fake("alpha")}}}, workers=2, args=("--graceful-timeout", "3")
+    )
+    with service.stream("alpha", headers={"X-Fake": "chunks=1000,interval=0.05"}) as stream:
+        next(iter(stream))
+        service.signal(signal.SIGTERM)
+        assert told(stream) == "shutting_down"
+    assert service.process is not None
+    service.process.wait(30)

@@ -33,10 +33,12 @@ LAYERS: dict[int, set[str]] = {
         "upstream",
         "exchange",
         "hangup",
+        "pump",
         "logfiles",
         "configfiles",
         "modelfiles",
         "askserver",
+        "endings",
         "siege",
         "ballast",
         "spawnrecords",
@@ -44,7 +46,6 @@ LAYERS: dict[int, set[str]] = {
         "intake",
         "journal",
         "logtail",
-        "hosting",
     },
     3: {
         "configuration",
@@ -61,6 +62,7 @@ LAYERS: dict[int, set[str]] = {
         "leases",
         "desk",
         "roster",
+        "departures",
         "router",
         "relay",
         "recording",
@@ -70,7 +72,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime",
     },
     4: {"web", "app"},
-    5: {"cli", "demo", "gunicorn_conf"},
+    5: {"cli", "demo", "gunicorn_conf", "worker"},
 }
 
 #: (importer, imported) within one layer, each a decision; everything else goes downwards.
@@ -90,7 +92,10 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("upstream", "hangup"),
     ("upstream", "exchange"),
     ("exchange", "hangup"),
+    ("pump", "hangup"),
+    ("pump", "bell"),
     ("gpu", "sampling"),
+    ("askserver", "endings"),
     ("askserver", "processes"),
     ("siege", "processes"),
     ("spawnrecords", "processes"),
@@ -122,6 +127,8 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("router", "desk"),
     ("router", "roster"),
     ("router", "leases"),
+    ("router", "departures"),
+    ("departures", "leases"),
     ("router", "leader"),
     ("router", "commands"),
     ("router", "configuration"),
@@ -147,7 +154,7 @@ HOMES: dict[str, set[str]] = {
     "gguf": {"memory"},
     "click": {"cli"},
     "prometheus_client": {"web"},
-    "gunicorn": set(),
+    "gunicorn": {"worker"},
 }
 
 #: Neither a clock nor the outside in layers 0 and 1: values in, values out.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -240,6 +242,57 @@ def test_cached_snapshot_is_dropped_when_a_state_changes(store: Store) -> None:
     assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
 
 
+def test_a_known_snapshot_grants_in_one_statement(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions, known = Admissions(store), rules()
+    first = admissions.admit(known, 0, arrival(), NOW)
+    assert isinstance(first, Granted)
+    admission.release(store, first.id, "ant", NOW + 5, None)
+    cold = row(store, "ant").tick
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", None)  # no transaction is opened
+        second = admissions.admit(known, 0, arrival(at=NOW + 7), NOW + 7)
+    assert second == Granted(second.id, "http://ant") and second.id > first.id, "ids do not come again"
+    assert row(store, "ant").tick > cold
+    with store.read() as tx:
+        (lease,) = reading.requests(tx, "granted")
+    assert (lease.id, lease.public_id, lease.arrival) == (second.id, f"id-ant-{NOW + 7}", NOW + 7)
+
+
+def test_a_known_snapshot_is_not_trusted_once_another_process_changed_something(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions, known = Admissions(store), rules()
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Granted)
+    other = Store(store.directory, "boot-1")
+    with other.write(term) as tx:
+        scheduling.set_state(tx, "ant", State.DRAINING, "evicted for bee")
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
+    admission.publish_configuration(other, 0, "mark", "m1", "/c.yaml")
+    other.close()
+    assert admissions.admit(known, 0, arrival(), NOW) == Stale(1)
+
+
+def test_a_lock_of_another_process_is_waited_for(store: Store) -> None:
+    other = Store(store.directory, "boot-1")
+    held, asked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with other.write():
+            held.set()
+            asked.wait(20)
+            # Whoever asks sleeps and asks again from here on.
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    threading.Timer(0.05, asked.set).start()
+    assert isinstance(Admissions(store).admit(rules(), 0, arrival(), NOW), Queued)
+    thread.join(20)
+    other.close()
+
+
 def test_worker_with_an_old_configuration_is_told_so(store: Store) -> None:
     assert admission.publish_configuration(store, 0, "mark", "m1", "/c.yaml") == 1
     assert admission.publish_configuration(store, 0, "mark", "m1", "/c.yaml") is None
@@ -355,3 +408,68 @@ def test_a_read_inside_a_write_sees_the_write(tmp_path: Path) -> None:
     with store.read() as tx:
         assert reading.scheduler(tx).schedule_version == 2
     store.close()
+
+
+# --- profiles -----------------------------------------------------------------------------------------------------
+
+
+def preloads(store: Store) -> list[str]:
+    with store.read() as tx:
+        return [row.model for row in reading.requests(tx, "pending", "queued") if row.kind == "preload"]
+
+
+def activate(store: Store, name: str | None, *preload: str) -> None:
+    with store.write() as tx:
+        scheduling.activate_profile(tx, name, preload, NOW, 0)
+
+
+def active(store: Store) -> str | None:
+    with store.read() as tx:
+        return reading.scheduler(tx).active_profile
+
+
+def test_a_profile_takes_the_place_of_what_the_one_before_it_still_waits_for(store: Store) -> None:
+    with store.write() as tx:
+        scheduling.queue_preload(tx, ["ant"], "master", NOW, 0)
+    activate(store, "day", "bee", "cat")
+    with store.write() as tx:
+        scheduling.mark_queued(tx, tx.execute("SELECT id FROM requests WHERE model = 'bee'").fetchone()[0])
+    activate(store, "night", "dog")
+    assert (active(store), preloads(store)) == ("night", ["ant", "dog"]), "the start's own list is another matter"
+    activate(store, None)
+    assert (active(store), preloads(store)) == (None, ["ant"])
+
+
+def test_a_worker_killed_between_activation_and_commit_changes_nothing(store: Store, tmp_path: Path) -> None:
+    activate(store, "day", "ant")
+    child = os.fork()
+    if child == 0:  # what the worker does, up to the moment before its commit
+        with Store(tmp_path, "boot-1").write() as tx:
+            scheduling.activate_profile(tx, "night", ["bee"], NOW, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert (active(store), preloads(store)) == ("day", ["ant"])
+    activate(store, "night", "bee")
+    assert (active(store), preloads(store)) == ("night", ["bee"])
+
+
+def test_nobody_waits_for_the_default_model_once_its_load_is_under_way(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx:
+        scheduling.queue_load(tx, "ant", NOW)
+        row = tx.execute("SELECT id FROM requests").fetchone()[0]
+        scheduling.mark_queued(tx, row)
+        assert scheduling.waiting_for(tx, "ant") == [row]
+        assert not scheduling.wanted(tx, "ant"), "others are not stopped for it"
+        swap = scheduling.open_swap(tx, "ant", [], [], "asked", NOW)
+        scheduling.forget_waiting_default(tx)
+        assert scheduling.waiting_for(tx, "ant") == [row], "a swap that has not begun would be dropped"
+        scheduling.set_phase(tx, swap, Phase.STARTING)
+        scheduling.forget_waiting_default(tx)
+        assert scheduling.waiting_for(tx, "ant") == []
+    admission.enqueue(store, arrival())
+    with store.read() as tx:
+        assert scheduling.wanted(tx, "ant") is False
+    admission.enqueue(store, arrival(), "queued")
+    with store.read() as tx:
+        assert scheduling.wanted(tx, "ant")
