@@ -36,8 +36,8 @@ worker_connections = threads
 # Idle client connections would count against worker_connections. nginx keeps them for us.
 keepalive = 0
 
-# TERM: answers that still run after this long are cut. After HUP an old worker sees its answers out, however long
-# they take.
+# TERM: answers that still run after this long are cut. At HUP an old worker serves on until the new ones are up, and
+# sees its answers out, however long they take.
 graceful_timeout = 30
 
 # A worker whose main thread shows no life for this long is killed. Threads that stream do not count, so this is
