@@ -321,7 +321,7 @@ class Router:
         with self._store.read() as tx:
             return reading.place(tx, request, model)
 
-    def end_lease(self, lease: Lease, tool_call: bool) -> None:
+    def end_lease(self, lease: Lease, tool_call: bool, answered: bool) -> None:
         """End a lease once, whatever the store says; a release that fails is repeated by the mailbox thread."""
         with self._lock:
             if lease._ended:
@@ -330,7 +330,8 @@ class Router:
             self._leases.pop(lease.id, None)
         now = time.monotonic_ns()
         try:
-            if admission.release(self._store, lease.id, lease.model, now, self._hold(lease, tool_call, now)):
+            hold = self._hold(lease, tool_call, now)
+            if admission.release(self._store, lease.id, lease.model, now, hold, answered):
                 self.wake_leader()
         except errors.QmflaskError as error:
             log.error("request %d: its lease could not be written off yet: %s", lease.id, error)

@@ -256,10 +256,10 @@ class Swaps:
         self._reclaim_due = due if not self._reclaim_due else min(self._reclaim_due, due)
 
     def _not_given_back(self, swap: SwapRow, look: Look) -> errors.InsufficientMemory:
-        holders = self._accounts.holders()
+        holders = self._accounts.holders(look.gate.pool)
         message = f"model {swap.target} was not started: {look.why}"
         if holders:
-            message += f"; held by {holders}"
+            message += f"; others hold {holders}"
         return errors.InsufficientMemory(message, retry_after=5)
 
     def _serve_ready(self, swap: SwapRow, now: int) -> None:

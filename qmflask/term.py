@@ -18,7 +18,7 @@ from qmflask.memory.watchdog import Shed
 from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
-from qmflask.policy.plan import sentence
+from qmflask.policy.plan import on_swap_start, sentence
 from qmflask.policy.returning import returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
@@ -210,9 +210,9 @@ class Term:
             self._next_deadline = schedule.next_deadline(snapshot, now)
             if not any(_changes(action) for action in actions):
                 return False
-            if not measured and _evicts(actions) and self._meter.has_cards():
+            if not measured and _evicts(actions) and (self._meter.has_cards() or config.ram_budget):
                 measured = True
-                if self._look_at_cards_first(config, rules, now):
+                if self._look_at_memory_first(config, rules, now):
                     continue
             self._explain(rules, snapshot, actions, now)
             try:
@@ -298,19 +298,21 @@ class Term:
             if row.state not in DOWN
         ]
 
-    def _look_at_cards_first(self, config: Config, rules: Rules, now: int) -> bool:
-        """Before an eviction: one fresh look at the cards; True if it moved the ceiling: decide anew."""
-        before = self._accounts.ceiling
+    def _look_at_memory_first(self, config: Config, rules: Rules, now: int) -> bool:
+        """Before an eviction: one fresh look at cards and host; True if it moved a ceiling: decide anew."""
+        before = self._accounts.ceilings
         self._meter.measure_now()
         self._shed(self._accounts.update(config, rules, now), now)
-        return self._accounts.ceiling != before
+        return self._accounts.ceilings != before
 
     def _explain(self, rules: Rules, snapshot: Snapshot, actions: list[Action], now: int) -> None:
-        """One line per swap with its arithmetic."""
+        """One line per swap with its arithmetic; at debug level one more, without the victims."""
         for action in actions:
             if isinstance(action, StartSwap):
                 running = Board(snapshot, now).running(False)
                 log.info("%s", sentence(rules, action, running, snapshot))
+                if line := on_swap_start(rules, action, running, snapshot):
+                    log.debug("%s", line)
 
     def _shed(self, shed: Shed | None, now: int) -> None:
         """Memory pressure: unload what the watchdog names, as far as it is still idle."""

@@ -141,10 +141,10 @@ def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
         return _insert(tx, arrival, state, None)
 
 
-def release(store: Store, request: int, model: str, now: int, hold_until: int | None) -> bool:
+def release(store: Store, request: int, model: str, now: int, hold_until: int | None, answered: bool = True) -> bool:
     """End a lease; True when the leader should look: somebody waits, or the model drains.
 
-    `hold_until` None leaves the hold as it is, 0 ends it.
+    `hold_until` None leaves the hold as it is, 0 ends it; `answered`: the model has shown that it is loaded.
     """
     with store.write() as tx:
         tx.execute("DELETE FROM requests WHERE id = ?", (request,))
@@ -153,8 +153,9 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
             " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')"
         ).fetchone()
         row = tx.execute(
-            "UPDATE processes SET tick = ?, idle_since = ?, answered = 1 WHERE model = ? RETURNING state, hold_until",
-            (tick, now, model),
+            "UPDATE processes SET tick = ?, idle_since = ?, answered = MAX(answered, ?) WHERE model = ?"
+            " RETURNING state, hold_until",
+            (tick, now, int(answered), model),
         ).fetchone()
         if hold_until is not None and row is not None and row["hold_until"] != hold_until:
             tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))

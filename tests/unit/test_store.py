@@ -218,6 +218,16 @@ def test_ready_model_is_granted_in_the_requests_own_transaction(store: Store) ->
     assert row(store, "ant").idle_since == NOW + 5
 
 
+def test_only_an_answer_shows_that_a_model_is_loaded(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    for answered, known in ((False, 0), (True, 1), (False, 1)):
+        granted = Admissions(store).admit(rules(), 0, arrival(), NOW)
+        assert isinstance(granted, Granted)
+        admission.release(store, granted.id, "ant", NOW, None, answered)
+        assert row(store, "ant").answered == known
+
+
 def test_stopped_model_queues_and_the_leader_grants_later(store: Store) -> None:
     term = scheduling.take_office(store, "w1", NOW)
     queued = Admissions(store).admit(rules(), 0, arrival(), NOW)
