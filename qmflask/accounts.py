@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -52,10 +52,14 @@ FORGET_PIDS = 120 * SECOND
 class Accounts:
     """Keeps one term's view of memory; every decision is pure (`qmflask.memory`), this only feeds and stores."""
 
-    def __init__(self, store: Store, generation: int, meter: Meter) -> None:
+    def __init__(
+        self, store: Store, generation: int, meter: Meter, on_learned: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_learned` is called when a size has risen, so that the rules can be made anew."""
         self._store = store
         self._generation = generation
         self.meter = meter
+        self._on_learned = on_learned
         with store.read() as tx:
             self._ceiling = Ceiling(floors=scheduling.floors(tx, store.boot_id))
         self._ram_ceiling: int | None = None
@@ -64,6 +68,7 @@ class Accounts:
         #: Bytes on the cards that no process holds when nothing of ours moves; None before the first sample.
         self._overhead: int | None = None
         self._our_pids: dict[int, int] = {}  # pid -> when it was last seen in a tree of ours
+        self._answered: set[tuple[str, int]] = set()
         self._listed = False  # the driver has listed a process of ours
         self._down: set[str] = set()
         self._settles_at = 0
@@ -75,10 +80,14 @@ class Accounts:
     def update(self, config: Config, rules: Rules, now: int) -> Shed | None:
         """Take the newest round into the store, if there is one; returns what the watchdog wants unloaded."""
         measured = self.meter.latest()
-        if measured is None or measured.at == self._taken:
-            return None
-        self._taken = measured.at
         with self._store.read() as tx:
+            answered = reading.answered(tx)
+            if not answered <= self._answered:
+                self.meter.ask()  # a size is learned from the first answer on
+            self._answered = answered
+            if measured is None or measured.at == self._taken:
+                return None
+            self._taken = measured.at
             rows = reading.processes(tx)
             moved = reading.scheduler(tx).schedule_version != measured.version
             reclaiming = any(swap.phase is Phase.RECLAIM for swap in reading.swaps(tx))
@@ -221,6 +230,7 @@ class Accounts:
     ) -> None:
         if not config.learn_sizes:
             return
+        rose = False
         for view in measured.models:
             row, model = rows.get(view.model), config.models.get(view.model)
             if row is None or model is None or not row.answered or row.launch_hash is None:
@@ -231,8 +241,12 @@ class Accounts:
             ram = measured.ram[view.model].held if view.model in measured.ram else 0
             with self._store.write(self._generation) as tx:
                 if scheduling.learn_size(tx, row.launch_hash, view.model, vram, ram):
+                    rose = True
                     self._warn(view.model, "estVramGB", model.est_vram, vram)
                     self._warn(view.model, "estRamGB", model.est_ram, ram)
+
+        if rose:
+            self._on_learned()
 
     def _warn(self, model: str, key: str, configured: int, learned: int) -> None:
         warning = charge(configured, learned).warning(model, key)

@@ -123,6 +123,7 @@ class Router:
             workers=self._worker_pids,
             on_elected=self._elected,
             on_turn=self._on_turn,
+            on_learned=self._learned,
         )
 
     def _surroundings(self) -> Surroundings:
@@ -592,6 +593,11 @@ class Router:
             patience = now + config.patience_ms * MILLISECOND
             scheduling.queue_preload(tx, config.preload, self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
+
+    def _learned(self, store: Store) -> None:
+        """A size was learned: the next decision counts with it, ours and that of the other workers."""
+        self._configuration.refresh(store)
+        self._spread(store)
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:
         error = self._configuration.look(store, now)

@@ -142,15 +142,17 @@ def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
 
 
 def release(store: Store, request: int, model: str, now: int, hold_until: int | None, answered: bool = True) -> bool:
-    """End a lease; True when the leader should look: somebody waits, or the model drains.
+    """End a lease; True when the leader should look: somebody waits, the model drains, or its size is to be learned.
 
     `hold_until` None leaves the hold as it is, 0 ends it; `answered`: the model has shown that it is loaded.
     """
     with store.write() as tx:
         tx.execute("DELETE FROM requests WHERE id = ?", (request,))
-        tick, waiting = tx.execute(
+        tick, waiting, known = tx.execute(
             "UPDATE scheduler SET tick = tick + 1"
-            " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted')"
+            " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted'),"
+            " (SELECT answered FROM processes WHERE model = ?)",
+            (model,),
         ).fetchone()
         row = tx.execute(
             "UPDATE processes SET tick = ?, idle_since = ?, answered = MAX(answered, ?) WHERE model = ?"
@@ -160,7 +162,7 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
         if hold_until is not None and row is not None and row["hold_until"] != hold_until:
             tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))
             tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
-        return bool(waiting) or (row is not None and row["state"] == "draining")
+        return bool(waiting) or (row is not None and (row["state"] == "draining" or known < answered))
 
 
 def withdraw(store: Store, request: int) -> bool:

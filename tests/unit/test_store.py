@@ -212,7 +212,7 @@ def test_ready_model_is_granted_in_the_requests_own_transaction(store: Store) ->
     assert row(store, "ant").tick > cold
     with store.write(term) as tx:
         assert not scheduling.idle(tx, "ant")
-    assert admission.release(store, granted.id, "ant", NOW + 5, None) is False
+    assert admission.release(store, granted.id, "ant", NOW + 5, None) is True, "the first answer: its size is learned"
     with store.write(term) as tx:
         assert scheduling.idle(tx, "ant")
     assert row(store, "ant").idle_since == NOW + 5
@@ -221,11 +221,11 @@ def test_ready_model_is_granted_in_the_requests_own_transaction(store: Store) ->
 def test_only_an_answer_shows_that_a_model_is_loaded(store: Store) -> None:
     term = scheduling.take_office(store, "w1", NOW)
     make_ready(store, "ant", term)
-    for answered, known in ((False, 0), (True, 1), (False, 1)):
+    for answered, known, first in ((False, 0, False), (True, 1, True), (False, 1, False), (True, 1, False)):
         granted = Admissions(store).admit(rules(), 0, arrival(), NOW)
         assert isinstance(granted, Granted)
-        admission.release(store, granted.id, "ant", NOW, None, answered)
-        assert row(store, "ant").answered == known
+        look = admission.release(store, granted.id, "ant", NOW, None, answered)
+        assert (row(store, "ant").answered, look) == (known, first)
 
 
 def test_stopped_model_queues_and_the_leader_grants_later(store: Store) -> None:
