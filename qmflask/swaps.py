@@ -229,6 +229,8 @@ class Swaps:
                 self._drop_swap(swap, self._not_given_back(swap, failed))
                 moved = True
             elif all(look.passed for look in looks):
+                if waited := max((look.gate.looks for look in looks), default=0):
+                    log.info("swap %d: memory was seen free after %d looks", swap.id, waited + 1)
                 moved |= self._start(swap, rows, config, now)
             else:
                 self._wait_for_memory(swap, looks)

@@ -136,17 +136,19 @@ def look_all(gates: Sequence[Gate], state: PoolState | None, now: int) -> list[L
 
 
 def _look(gate: Gate, state: PoolState, now: int, promised: int, waiting: int) -> Look:
+    allowed = gate.held * (100 - SHARE) // 100
     if state.unexplained is None:
-        returned = _wanted(gate) - _fallen(gate, state)
+        owed = _wanted(gate) - _fallen(gate, state) + allowed
     else:
-        returned = state.unexplained - waiting - max(SLACK, gate.held * (100 - SHARE) // 100)
+        owed, allowed = state.unexplained - waiting, max(SLACK, allowed)
+    returned = owed - allowed
     short = gate.need + promised + _pending(gate, state) - state.free if gate.need else 0
     missing = max(0, returned, short)
     if not missing:
         return Look(gate, True, False, now, 0, "")
     pool = gate.pool.upper()
     if returned >= short:
-        why = f"{_gib(missing)} of {pool} were not given back after {', '.join(gate.victims) or 'others'} stopped"
+        why = f"{_gib(owed)} of {pool} were not given back after {', '.join(gate.victims) or 'others'} stopped"
     else:
         why = f"{_gib(missing)} of {pool} are missing: {_gib(state.free)} are free, {_gib(gate.need)} are needed"
     if now >= gate.deadline:

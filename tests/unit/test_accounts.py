@@ -244,7 +244,7 @@ def test_memory_that_comes_back_in_part(store: Store) -> None:
     found = box.look()[0][0]
     assert (found.passed, found.missing) == (False, 4 * GIB - int(0.45 * GIB))
     failed = box.look(found.gate.deadline)[0][0]
-    assert failed.failed and "3.55 GiB of VRAM were not given back after a stopped" in failed.why
+    assert failed.failed and "4.00 GiB of VRAM were not given back after a stopped" in failed.why
     meter.late = 0.4
     assert box.look()[0][0].passed, "95 % will do"
 
