@@ -153,7 +153,7 @@ def two(first: str = "", second: str = "", top: str = "") -> str:
         (two(", ttl: 5", top="groups: {g: {swap: no, exclusive: no, members: [a, b]}}"), "never_unloaded"),
         (
             two(
-                top="ramBudgetGB: 8\nlearnSizes: no\ngroups: {g: {pool: ram, swap: no, exclusive: no, members: [a, b]}}"
+                top="ramBudgetGB: 8\nlearnSizes: no\ngroups: {g: {pool: ram, swap: no, members: [a, b]}}"
             ),
             "never_unloaded",
         ),
