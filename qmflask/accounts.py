@@ -92,8 +92,9 @@ class Accounts:
             moved = reading.scheduler(tx).schedule_version != measured.version
             reclaiming = any(swap.phase is Phase.RECLAIM for swap in reading.swaps(tx))
         # A sample that began before something of ours moved shows memory that no row explains any more.
-        unsettled = moved or reclaiming or self._just_stopped(rows, now)
         sample = fresh(measured.gpu, now, self._limit(config))
+        late = self._just_stopped(rows, now) and not self._all_back(measured, sample)
+        unsettled = moved or reclaiming or late
         views = _current(measured.models, rows)
         before, budget = self._ceiling, config.vram_budget
         self._ceiling = step(before, sample, views, budget, config.vram_reserve, unsettled)
@@ -129,6 +130,11 @@ class Accounts:
             self._settles_at = now + LATE_RELEASE
         self._down = down
         return now < self._settles_at
+
+    def _all_back(self, measured: Measured, sample: GpuSample | None) -> bool:
+        """Whether the driver shows that it holds nothing of the dead any more: then nobody has to wait for it."""
+        beyond = unlisted(sample, self._dead(measured)) if sample is not None and self._listed else None
+        return beyond is not None and self._overhead is not None and beyond <= self._overhead
 
     def _limit(self, config: Config) -> int:
         return int(STALE_INTERVALS * config.performance.every * SECOND)

@@ -41,12 +41,13 @@ class Meter:
     available: float = 100
     cards: bool = True
     views: tuple[ModelView, ...] = ()
+    version: int = 0
     rounds: int = 0
 
     def latest(self) -> Measured:
         self.rounds += 1
         memory = {model: TreeMemory(anonymous=int(size * GIB)) for model, size in self.ram.items()}
-        return Measured(NOW + self.rounds, 1 << 60, self.sample(), self.host.memory(), self.views, memory)
+        return Measured(NOW + self.rounds, self.version, self.sample(), self.host.memory(), self.views, memory)
 
     def sample(self) -> GpuSample | None:
         if not self.cards:
@@ -122,6 +123,8 @@ class Box:
             for pid, row in zip(LIVING, self.rows().values(), strict=False)
             if row.state not in (State.STOPPED, State.FAILED)
         )
+        with self.store.read() as tx:
+            self.meter.version = reading.scheduler(tx).schedule_version
         self.accounts.update(self.config, self.rules, NOW)
 
     def rows(self) -> Any:
@@ -262,6 +265,20 @@ def test_two_swaps_of_which_the_first_ones_memory_comes_late(store: Store) -> No
     assert [look[0].passed for look in box.look()] == [False, True], "one half is enough for one of the two"
     meter.late = 0
     assert [look[0].passed for look in box.look()] == [True, True]
+
+
+def test_a_game_is_seen_as_soon_as_a_stopped_models_memory_is_back(store: Store) -> None:
+    meter = Meter(card={"a": 6, "b": 6}, foreign={7: 1})
+    box = Box(store, meter, 20, 0, a=("vram", 6, 0), b=("vram", 6, 0))
+    box.up("a", "b")
+    assert box.sample()["vram_ceiling"] == 20 * GIB
+    box.down("b")
+    meter.card, meter.late, meter.foreign = {"a": 6}, 2, {7: 9}
+    box.see()
+    assert box.sample()["vram_ceiling"] == 20 * GIB, "2 GiB of the dead could be anybody's: wait for them"
+    meter.late = 0
+    box.see()
+    assert box.sample()["excess"] == 8 * GIB, "two seconds are not waited for in vain"
 
 
 def test_who_holds_what_is_told(store: Store) -> None:
