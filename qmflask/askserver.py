@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qmflask.endings import exit_words
 from qmflask.memory.estimate import Row
 from qmflask.memory.samples import MIB
 from qmflask.processes import Child, SpawnError, SpawnLock, signal_tree, spawn
@@ -86,5 +87,6 @@ def _watch(child: Child, log_file: Path, timeout: float) -> list[Row]:
             raise AskError("the server says nothing about its buffers; is it a llama-server?")
         if ended or time.monotonic() > deadline:
             tail = "\n".join(log.splitlines()[-5:])
-            raise AskError(f"the server {'ended' if ended else 'was not up in time'}:\n{tail}")
+            what = f"ended with {exit_words(child.popen.returncode)}" if ended else "was not up in time"
+            raise AskError(f"the server {what}:\n{tail}")
         time.sleep(0.02)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from qmflask import http1
 from qmflask.errors import BadRequest, ClientGone, UpstreamTimeout, UpstreamUnreachable
@@ -66,6 +66,7 @@ class Exchange:
             raise UpstreamUnreachable(f"{request.name} has no usable address: {request.url!r}")
         self.request = request
         self.client = client
+        self.secure = match[1].lower() == "https"
         self.origin = f"{match[1].lower()}://{match[2]}/"
         self.target = _target(request.url[match.end() :])
         self.sock: socket.socket | None = None
@@ -83,6 +84,15 @@ class Exchange:
             self.close()
             raise ClientGone(self.client.reason)
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of a plain connection. Raises UpstreamUnreachable."""
+        parts = urlsplit(self.origin)
+        try:
+            return parts.hostname or "", parts.port or 80
+        except ValueError as error:
+            raise UpstreamUnreachable(f"{self.request.name} has no usable address: {self.request.url!r}") from error
+
     def connect(self, host: str, port: int, options: Any) -> socket.socket:
         """A connected socket, known to the hang-up before it connects."""
         self.fresh = True
@@ -99,7 +109,7 @@ class Exchange:
                     sock.setsockopt(*option)
                 self.hold(sock)
                 sock.connect(address)
-                if not host.startswith("127."):
+                if not address[0].startswith("127."):
                     probe_peer(sock)  # a peer's host may vanish amid an answer without a word
                 return sock
             except OSError as error:
@@ -122,7 +132,7 @@ class Exchange:
         body = self.request.body
         head = self._head_bytes()
         limit = self.request.timeouts.response_header
-        sock.settimeout(limit or None)
+        set_timeout(sock, limit or None)
         try:
             if isinstance(body, bytes) and len(body) <= BLOCK:
                 sock.sendall(head + body)
@@ -144,7 +154,7 @@ class Exchange:
             try:
                 if left is not None and left <= 0:
                     raise TimeoutError
-                sock.settimeout(left)
+                set_timeout(sock, left)
                 data = sock.recv(BLOCK)
             except TimeoutError as error:
                 raise UpstreamTimeout(f"{self.where} sent no complete headers within {limit:g} s.") from error
@@ -244,6 +254,12 @@ class Exchange:
             raise Stale
 
 
+def set_timeout(sock: socket.socket, seconds: float | None) -> None:
+    """Set a socket's timeout where it differs: each call is a system call, and a chance for other threads."""
+    if sock.gettimeout() != seconds:
+        sock.settimeout(seconds)
+
+
 def _target(rest: str) -> str:
     """The request target in its own spelling; only what no request line can hold is percent-encoded."""
     rest = rest.partition("#")[0]
@@ -259,7 +275,9 @@ def _target(rest: str) -> str:
 
 
 def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Where to connect; numeric IPv4, the usual case, without a resolver."""
+    """Where to connect; numeric IPv4 and `localhost`, the usual cases, without a resolver (RFC 6761, 6.3)."""
+    if host == "localhost":
+        return [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port))]
     try:
         socket.inet_pton(socket.AF_INET, host)
     except OSError:

@@ -17,8 +17,10 @@ wsgi_app = "qmflask.app:app"
 # to face the world: put nginx in front (conf/nginx.conf), then this may be a unix socket (unix:/run/...).
 bind = [f"127.0.0.1:{os.environ.get('PORT') or 8080}"]
 
-# Threads, because a stream or a request that waits for a model holds one, doing nothing, for minutes.
-worker_class = "gthread"
+# Threads, because a stream or a request that waits for a model holds one, doing nothing, for minutes; and gthread's
+# with two things mended: a client that keeps its side open holds up nobody, and a drain sees the answers out. Plain
+# `gthread` works too.
+worker_class = "qmflask.worker.Worker"
 
 # Cores, but two at least: the second serves on, and takes over the scheduling, when the first dies. More than
 # four only add memory, since nearly all the time is spent in the model servers.
@@ -34,12 +36,13 @@ worker_connections = threads
 # Idle client connections would count against worker_connections. nginx keeps them for us.
 keepalive = 0
 
-# A worker whose main thread shows no life for this long is killed. Threads that stream do not count, so this is
-# no limit for a request. What it does bound is a drain: after HUP an old worker serves its streams for
-# graceful_timeout + timeout (330 s) before they are cut, so a reload spares all but the longest answers; the
-# price is that a worker which is truly stuck is noticed only after 300 s. TERM takes graceful_timeout at most.
+# TERM: answers that still run after this long are cut. After HUP an old worker sees its answers out, however long
+# they take.
 graceful_timeout = 30
-timeout = 300
+
+# A worker whose main thread shows no life for this long is killed. Threads that stream do not count, so this is
+# no limit for a request.
+timeout = 60
 
 # The proof of life is a file's time stamp; kept in memory, so that a slow disk never looks like a dead worker.
 worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -27,6 +27,8 @@ _TOOL_CALL = re.compile(
     rb'"(?:finish_reason"\s*:\s*"tool_calls|stop_reason"\s*:\s*"tool_use|type"\s*:\s*"function_call)"'
 )
 #: What OpenAI's streams end with, and how much of a stream's end is kept to see it.
+#: Bytes that fit into any socket's send buffer.
+SMALL = 8 * 1024
 _LAST_EVENT = b"data: [DONE]"
 _TAIL = 24
 #: Longest match of _TOOL_CALL that is looked for across the border of two chunks.
@@ -66,11 +68,15 @@ class Outcome:
 
 @dataclass
 class Relayed:
-    """What the view hands to the server. `body` has a `close()`, which must be called."""
+    """What the view hands to the server. `body` has a `close()`, which must be called.
+
+    `small`: the body is at hand and so short that the kernel takes it from the server in one piece.
+    """
 
     status: str
     headers: list[Header]
     body: Iterable[bytes]
+    small: bool = False
 
 
 def open_relay(
@@ -112,7 +118,8 @@ def open_relay(
     else:
         # Amid a compressed stream an event of ours would be noise: it is cut like any other body.
         body = _StreamBody(response, client, outcome, on_end, observer, scan, stream and scan is not None)
-    return Relayed(header_rules.status_line(response.status, response.reason), passed, body)
+    small = short is not None and len(short) <= SMALL
+    return Relayed(header_rules.status_line(response.status, response.reason), passed, body, small)
 
 
 class _Body:

@@ -1,8 +1,6 @@
-"""What a start writes down: its address, its stop command, its record; and how an end is put into words."""
+"""What a start writes down: its address, its stop command, its record."""
 
 from __future__ import annotations
-
-import signal
 
 import orjson
 
@@ -65,12 +63,3 @@ def warm_up(model: Model, proxy: str) -> probes.WarmUp | None:
         return None
     body = None if model.warmup.body is None else orjson.dumps(model.warmup.body)
     return probes.WarmUp(proxy.rstrip("/") + model.warmup.path, body)
-
-
-def exit_words(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "an unknown exit code"
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from qmflask import errors, probes, processes, spawnrecords, starts
 from qmflask.config import LaunchError, Model
+from qmflask.endings import exit_words
 from qmflask.host import Host
 from qmflask.logfiles import ModelLog
 from qmflask.memory import oom
@@ -391,7 +392,7 @@ class Trees:
         if row.state is State.STARTING:
             return self._start_died(tree, row, now)
         if row.state in (State.READY, State.DRAINING):
-            reason = f"exited by itself with {starts.exit_words(tree.exit_code)}"
+            reason = f"exited by itself with {exit_words(tree.exit_code)}"
             log.warning("model %s %s", row.model, reason)
             with self._store.write(self._generation) as tx:  # ready, draining -> stopping
                 scheduling.set_state(
@@ -416,7 +417,7 @@ class Trees:
 
     def _exited_early(self, tree: Tree, row: ProcessRow) -> errors.QmflaskError:
         lines = ModelLog(self._store.directory / "logs", row.model).last_lines(8)
-        code = starts.exit_words(tree.exit_code)
+        code = exit_words(tree.exit_code)
         message = f"model {row.model}: upstream command exited prematurely with {code}, before it was healthy"
         if row.port is not None and (holder := processes.holder_of(row.port)):
             message += f"; port {row.port} is held by {holder}"

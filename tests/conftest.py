@@ -6,8 +6,15 @@ import os
 
 import pytest
 
+from tests import llama
+
 #: Variables of the developer's shell that would steer what is tested.
 _STEERING = ("QMFLASK_", "GUNICORN_", "OPENAI_", "ANTHROPIC_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+
+
+def pytest_report_header() -> str:
+    """Say which llama-server the tests use."""
+    return llama.described()
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import Action, Reject, RequestView, Serve, Snapshot, admit
@@ -66,73 +67,101 @@ class Ended:
 
 
 class Admissions:
-    """The fast path: decides in the request's own transaction, with a snapshot cached by schedule_version."""
+    """The fast path: decides with a snapshot cached by schedule_version, and grants if that is still the version."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._key: tuple[int, int, int] | None = None
-        self._snapshot: Snapshot | None = None
+        self._cache: tuple[tuple[int, int, int], Snapshot] | None = None
 
     def admit(self, rules: Rules, generation: int, arrival: Arrival, now: int) -> Granted | Queued | Reject | Stale:
         """Grant at once, queue or refuse `arrival`; `generation` is the configuration that `rules` are made of."""
+        granted = self._grant_at_once(rules, generation, arrival, now)
+        if granted is not None:
+            return granted
         with self._store.write() as tx:
-            row = tx.execute(
-                "UPDATE scheduler SET tick = tick + 1 RETURNING schedule_version, config_generation, tick"
-            ).fetchone()
+            row = tx.execute("SELECT schedule_version, config_generation FROM scheduler").fetchone()
             if row["config_generation"] != generation:
                 return Stale(row["config_generation"])
             action = self._decide(tx, rules, row["schedule_version"], generation, arrival, now)
             if isinstance(action, Reject):
                 return action
             if isinstance(action, Serve):
-                return _grant_new(tx, arrival, row["tick"], now)
+                request = _insert(tx, arrival, "granted", now)
+                query = "SELECT proxy FROM processes WHERE model = ?"
+                return Granted(request, tx.execute(query, (arrival.model,)).fetchone()["proxy"])
             return Queued(_insert(tx, arrival, "queued", None))
+
+    def _grant_at_once(self, rules: Rules, generation: int, arrival: Arrival, now: int) -> Granted | None:
+        """A lease in one statement, if the cached snapshot gives one and is still that of the store."""
+        if self._cache is None:
+            return None
+        (version, *of), snapshot = self._cache
+        if of != [generation, id(rules)] or _limit(snapshot, arrival.model):
+            return None
+        if not isinstance(admit(snapshot, _view(arrival), now), Serve):
+            return None
+        rows = self._store.statement(_GRANT, (*_values(arrival, "granted", now), version, generation))
+        return Granted(*rows[0]) if rows else None
 
     def _decide(
         self, tx: sqlite3.Connection, rules: Rules, version: int, generation: int, arrival: Arrival, now: int
     ) -> Action:
         key = (version, generation, id(rules))
-        if key != self._key or self._snapshot is None:
-            self._snapshot = reading.snapshot(tx, rules, whole=False)
-            self._key = key
-        snapshot = self._snapshot
-        rule = snapshot.models.get(arrival.model)
-        if rule is not None and rule.concurrency_limit:
+        if self._cache is None or self._cache[0] != key:
+            self._cache = (key, reading.snapshot(tx, rules, whole=False))
+        snapshot = self._cache[1]
+        if _limit(snapshot, arrival.model):
             query = "SELECT COUNT(*) FROM requests WHERE model = ? AND kind = 'infer'"
             count = tx.execute(query, (arrival.model,)).fetchone()[0]
             snapshot = dataclasses.replace(snapshot, in_system={arrival.model: count})
-        request = RequestView(0, arrival.model, arrival.arrival, arrival.priority, arrival.patience_at)
-        return admit(snapshot, request, now)
+        return admit(snapshot, _view(arrival), now)
 
 
-def _grant_new(tx: sqlite3.Connection, arrival: Arrival, tick: int, now: int) -> Granted:
-    request = _insert(tx, arrival, "granted", now)
-    proxy = tx.execute(
-        "UPDATE processes SET tick = ? WHERE model = ? RETURNING proxy", (tick, arrival.model)
-    ).fetchone()["proxy"]
-    return Granted(request, proxy)
+def _limit(snapshot: Snapshot, model: str) -> int:
+    rule = snapshot.models.get(model)
+    return rule.concurrency_limit if rule is not None else 0
+
+
+def _view(arrival: Arrival) -> RequestView:
+    return RequestView(0, arrival.model, arrival.arrival, arrival.priority, arrival.patience_at)
+
+
+#: The trigger `request_arrived` stamps counter and model.
+_INSERT = (
+    "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
+    " granted_at, detail) SELECT tick + 1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM scheduler"
+)
+_GRANT = (
+    f"{_INSERT} WHERE schedule_version = ? AND config_generation = ?"
+    " RETURNING id, (SELECT proxy FROM processes WHERE processes.model = requests.model)"
+)
+#: The trigger `lease_ended` stamps counter and model, and removes the row.
+_END = (
+    "UPDATE requests SET ended_at = ?, answered = ? WHERE id = ?"
+    " RETURNING EXISTS (SELECT 1 FROM requests WHERE state <> 'granted'),"
+    " (SELECT state = 'draining' OR answered < requests.answered FROM processes WHERE model = requests.model)"
+)
 
 
 def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, granted_at: int | None) -> int:
-    cursor = tx.execute(
-        "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
-        " granted_at, detail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            arrival.public_id,
-            arrival.worker,
-            arrival.kind,
-            arrival.model,
-            state,
-            arrival.arrival,
-            arrival.arrival_wall,
-            arrival.priority,
-            arrival.patience_at,
-            granted_at,
-            arrival.detail,
-        ),
+    request: int = tx.execute(f"{_INSERT} RETURNING id", _values(arrival, state, granted_at)).fetchone()[0]
+    return request
+
+
+def _values(arrival: Arrival, state: str, granted_at: int | None) -> tuple[Any, ...]:
+    return (
+        arrival.public_id,
+        arrival.worker,
+        arrival.kind,
+        arrival.model,
+        state,
+        arrival.arrival,
+        arrival.arrival_wall,
+        arrival.priority,
+        arrival.patience_at,
+        granted_at,
+        arrival.detail,
     )
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
 
 
 def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
@@ -146,23 +175,15 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
 
     `hold_until` None leaves the hold as it is, 0 ends it; `answered`: the model has shown that it is loaded.
     """
-    with store.write() as tx:
-        tx.execute("DELETE FROM requests WHERE id = ?", (request,))
-        tick, waiting, known = tx.execute(
-            "UPDATE scheduler SET tick = tick + 1"
-            " RETURNING tick, EXISTS (SELECT 1 FROM requests WHERE state <> 'granted'),"
-            " (SELECT answered FROM processes WHERE model = ?)",
-            (model,),
-        ).fetchone()
-        row = tx.execute(
-            "UPDATE processes SET tick = ?, idle_since = ?, answered = MAX(answered, ?) WHERE model = ?"
-            " RETURNING state, hold_until",
-            (tick, now, int(answered), model),
-        ).fetchone()
-        if hold_until is not None and row is not None and row["hold_until"] != hold_until:
-            tx.execute("UPDATE processes SET hold_until = ? WHERE model = ?", (hold_until, model))
-            tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
-        return bool(waiting) or (row is not None and (row["state"] == "draining" or known < answered))
+    if hold_until is None:
+        rows = store.statement(_END, (now, int(answered), request))
+    else:
+        with store.write() as tx:
+            query = "UPDATE processes SET hold_until = ? WHERE model = ? AND hold_until <> ?"
+            if tx.execute(query, (hold_until, model, hold_until)).rowcount:
+                tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
+            rows = tx.execute(_END, (now, int(answered), request)).fetchall()
+    return any(waiting or wanted for waiting, wanted in rows)
 
 
 def withdraw(store: Store, request: int) -> bool:

@@ -10,13 +10,13 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from qmflask import errors
-from qmflask.store.schema import FORGET_ON_BOOT, SCHEMA, SCHEMA_VERSION
+from qmflask.store.schema import FORGET_ON_BOOT, SCHEMA, SCHEMA_VERSION, TRIGGERS
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Transaction = sqlite3.Connection
 BUSY_TIMEOUT_MS = 5000
 
 #: Tells whether a database has exactly the tables of this code; kept in its `application_id`.
-_TABLES = zlib.crc32(SCHEMA.encode()) & 0x7FFFFFFF
+_TABLES = zlib.crc32(f"{SCHEMA}{TRIGGERS}".encode()) & 0x7FFFFFFF
 
 _NETWORK_FILESYSTEMS = {
     "nfs",
@@ -163,6 +163,7 @@ class Store:
                 )
             if not self._is_current(connection, version):
                 self._migrate(connection)
+            connection.execute("PRAGMA busy_timeout=0")  # from here on see `_patiently`
         except BaseException:
             connection.close()
             raise
@@ -184,14 +185,16 @@ class Store:
             for statement in _statements(SCHEMA):
                 connection.execute(statement)
             _add_missing_columns(connection)
+            for name, action in TRIGGERS.items():
+                connection.execute(f"DROP TRIGGER IF EXISTS {name}")
+                connection.execute(f"CREATE TRIGGER {name} {action}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute(f"PRAGMA application_id={_TABLES}")
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
-                connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
                 # Ids of a store that was lost must not come again: workers still hold some of them.
-                first = time.time_ns() // 1000
-                connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES ('requests', ?)", (first,))
+                values = (self.boot_id, time.time_ns() // 1000)
+                connection.execute("INSERT INTO scheduler (id, boot_id, tick) VALUES (1, ?, ?)", values)
             elif row["boot_id"] != self.boot_id:
                 for statement in _statements(FORGET_ON_BOOT):
                     connection.execute(statement)
@@ -211,7 +214,7 @@ class Store:
         with self._lock:
             connection = self._connection
             try:
-                connection.execute("BEGIN IMMEDIATE")
+                _patiently(connection, "BEGIN IMMEDIATE")
                 try:
                     if generation is not None:
                         _check_term(connection, generation)
@@ -221,6 +224,14 @@ class Store:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
                     raise
+            except sqlite3.DatabaseError as err:
+                self._failed(err)
+
+    def statement(self, sql: str, values: Sequence[Any]) -> list[sqlite3.Row]:
+        """One statement that is a write transaction of its own; gives its rows. Raises like `write`."""
+        with self._lock:
+            try:
+                return _patiently(self._connection, sql, values)
             except sqlite3.DatabaseError as err:
                 self._failed(err)
 
@@ -245,6 +256,7 @@ class Store:
             try:
                 connection.execute("BEGIN")
                 try:
+                    _patiently(connection, "SELECT 1 FROM scheduler")  # begins in earnest; waits for a recovery
                     yield connection
                 finally:
                     if connection.in_transaction:
@@ -272,6 +284,24 @@ class Store:
         """Close the connection; the store cannot be used afterwards."""
         with self._lock:
             self._connection.close()
+
+
+def _patiently(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+    """Execute, again and again while another process has the lock, for BUSY_TIMEOUT_MS.
+
+    SQLite's own handler sleeps a millisecond at least, in which every thread of the process waits for this one;
+    the transaction it waits for takes a twentieth of that.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+    pause = 0.00005
+    while True:
+        try:
+            return connection.execute(sql, values).fetchall()
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.005)
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:

@@ -239,8 +239,8 @@ def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, no
     done = tx.execute("UPDATE scheduler SET preloaded_for = ? WHERE preloaded_for <> ?", (master, master)).rowcount
     for offset, model in enumerate(models if done else ()):
         tx.execute(
-            "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " VALUES (?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
+            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
             (f"preload-{offset}", model, now + offset, time.time(), patience_at),
         )
     return bool(done)
@@ -253,8 +253,8 @@ def activate_profile(
     tx.execute("UPDATE scheduler SET active_profile = ?", (name,))
     for offset, model in enumerate(preload):
         tx.execute(
-            "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " VALUES (?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
+            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
             (f"profile-{offset}", model, now + offset, time.time(), patience_at),
         )
 
@@ -262,8 +262,8 @@ def activate_profile(
 def queue_load(tx: sqlite3.Connection, model: str, now: int) -> None:
     """Queue one load that the leader owns; its end is nobody's answer."""
     tx.execute(
-        "INSERT INTO requests (public_id, worker, kind, model, state, arrival, arrival_wall)"
-        " VALUES ('default', NULL, 'preload', ?, 'pending', ?, ?)",
+        "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall)"
+        " SELECT tick + 1, 'default', NULL, 'preload', ?, 'pending', ?, ? FROM scheduler",
         (model, now, time.time()),
     )
 

@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS scheduler (          -- exactly one row
     generation        INTEGER NOT NULL DEFAULT 0,  -- the leader's term
     leader            TEXT,                        -- its worker id
     heartbeat         INTEGER NOT NULL DEFAULT 0,
-    tick              INTEGER NOT NULL DEFAULT 0,  -- LRU counter
+    tick              INTEGER NOT NULL DEFAULT 0,  -- LRU counter, and the source of requests' ids
     active_profile    TEXT
 );
 CREATE TABLE IF NOT EXISTS workers (
@@ -81,7 +81,7 @@ CREATE TABLE IF NOT EXISTS swaps (
     generation INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; granted = the lease
-    id          INTEGER PRIMARY KEY AUTOINCREMENT,
+    id          INTEGER PRIMARY KEY,               -- the tick of its arrival, which never comes again
     public_id   TEXT    NOT NULL,
     worker      TEXT,                              -- NULL: owned by the leader (preload)
     kind        TEXT    NOT NULL DEFAULT 'infer',  -- infer, load, preload, unload, reload
@@ -92,6 +92,8 @@ CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; grant
     priority    INTEGER NOT NULL DEFAULT 0,
     patience_at INTEGER NOT NULL DEFAULT 0,
     granted_at  INTEGER,
+    ended_at    INTEGER,                           -- written to end a lease: the row goes with it
+    answered    INTEGER NOT NULL DEFAULT 0,        -- written then, too: whether the model has worked
     paid        INTEGER NOT NULL DEFAULT 0,        -- this request caused or waited for a load
     cancelled   INTEGER NOT NULL DEFAULT 0,
     error_code  TEXT,
@@ -100,7 +102,6 @@ CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; grant
     detail      TEXT                               -- JSON for the page: method, path, remote, key name
 );
 CREATE INDEX IF NOT EXISTS requests_by_model ON requests (model, state);
-CREATE INDEX IF NOT EXISTS requests_by_worker ON requests (worker, state);
 CREATE INDEX IF NOT EXISTS requests_waiting ON requests (state) WHERE state <> 'granted';
 CREATE TABLE IF NOT EXISTS samples (               -- the newest memory sample
     id   INTEGER PRIMARY KEY CHECK (id = 1),
@@ -123,12 +124,28 @@ CREATE TABLE IF NOT EXISTS floors (                -- lowest trusted foreign use
 """
 SCHEMA += COUNTERS
 
+#: What belongs to each arrival and to the end of each lease, so that either is one statement: in a busy process each
+#: statement of a transaction costs two switches between threads.
+TRIGGERS = {
+    "request_arrived": """AFTER INSERT ON requests BEGIN
+        UPDATE scheduler SET tick = NEW.id;
+        UPDATE processes SET tick = NEW.id WHERE model = NEW.model AND NEW.state = 'granted';
+    END""",
+    "lease_ended": """AFTER UPDATE OF ended_at ON requests BEGIN
+        UPDATE scheduler SET tick = tick + 1;
+        UPDATE processes SET tick = (SELECT tick FROM scheduler), idle_since = NEW.ended_at,
+            answered = MAX(answered, NEW.answered)
+            WHERE model = NEW.model;
+        DELETE FROM requests WHERE id = NEW.id;
+    END""",
+}
+
 #: What another boot makes meaningless.
 FORGET_ON_BOOT = """
 DELETE FROM swaps; DELETE FROM requests; DELETE FROM workers; DELETE FROM samples;
 UPDATE processes SET state = 'stopped', reason = 'the machine was restarted', tick = 0, hold_until = 0, idle_since = 0,
     asked_since = 0, token = NULL, pid = NULL, start_ticks = NULL, port = NULL, started_at = 0, deadline = 0,
     failure_code = NULL, failure_message = NULL, retry_at = 0, attempts = 0;
-UPDATE scheduler SET leader = NULL, heartbeat = 0, tick = 0, master = '', preloaded_for = '',
+UPDATE scheduler SET leader = NULL, heartbeat = 0, master = '', preloaded_for = '',
     schedule_version = schedule_version + 1;
 """

@@ -68,8 +68,7 @@ class Inference:
         visit = Visit(router, environ, key, path)
         try:
             visit.record()
-            with visit.reading():
-                body = visit.body = intakes.take(environ, max_body=live.config.max_body)
+            body = visit.body = intakes.take(environ, max_body=live.config.max_body)
             asked = _named(body)
             visit.named(asked, None)
             target, visit.on_end = targets.find(router, live, self._choices, key, asked)

@@ -52,6 +52,7 @@ def stream(visit: Visit, pending: Pending, kind: Kind, open_answer: Callable[[Le
     """An answer that begins now and continues with the model's once it is ready."""
     # The head has gone by then: an encoding of the model's answer could not be announced any more.
     visit.environ["HTTP_ACCEPT_ENCODING"] = "identity"
+    visit.writing()
     headers = [
         ("Content-Type", "text/event-stream"),
         ("Cache-Control", "no-cache"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
 from qmflask.config import ApiKey
 from qmflask.errors import BadRequest, ClientGone
+from qmflask.exchange import set_timeout
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import Header
 from qmflask.intake import Intake
@@ -23,7 +23,6 @@ from qmflask.web import request_id
 
 #: A client that sends nothing of a body it has begun for this long will not send the rest either.
 READ_SECONDS = 60.0
-_NOTHING = contextlib.nullcontext()
 #: Longest wait a client may ask for, in ms.
 _MAX_WAIT_MS = 24 * 3600 * 1000
 
@@ -52,6 +51,7 @@ class Visit:
             self._sock = client_socket(environ)
             if self._sock is not None:
                 router.hangups.watch(self._sock, self.client)
+                set_timeout(self._sock, READ_SECONDS)
         except BaseException:
             router.free_slot()
             raise
@@ -106,16 +106,25 @@ class Visit:
         """Send the request and relay the answer, whose end is this visit's. Raises like `open_relay`."""
         if self.recording is not None:
             self.recording.sent(self.path, sending.headers, sending.body)
-        upload = sending.body is not None and not isinstance(sending.body, bytes)
-        with self.reading() if upload else _NOTHING:
-            return open_relay(
-                self.router.upstream,
-                sending,
-                self.client,
-                on_end=self.end,
-                observer=self.recording if self._moves is None else self._moves,
-                extra_headers=headers,
-            )
+        relayed = open_relay(
+            self.router.upstream,
+            sending,
+            self.client,
+            on_end=self.end,
+            observer=self.recording if self._moves is None else self._moves,
+            extra_headers=headers,
+        )
+        if relayed.small:
+            # Most clients close as soon as they have the answer: the watcher would wake for nothing.
+            self._unwatch()
+        else:
+            self.writing()
+        return relayed
+
+    def writing(self) -> None:
+        """A long answer begins: whether its client stalls is for the watcher to say, a timeout would cut slow ones."""
+        if self._sock is not None:
+            set_timeout(self._sock, None)
 
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
@@ -123,19 +132,6 @@ class Visit:
         if lease is not None:
             headers += [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
         return headers
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """While the body is read: a client that stalls gives its slot back. Never while an answer is written."""
-        if self._sock is None:
-            yield
-            return
-        self._sock.settimeout(READ_SECONDS)
-        try:
-            yield
-        finally:
-            if self._sock.fileno() >= 0:
-                self._sock.settimeout(None)
 
     def end(self, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
         """Give everything back; idempotent."""
@@ -163,13 +159,19 @@ class Visit:
         if self.recording is not None:
             _settle(self.recording, outcome, error)
         try:
-            if self._sock is not None:
-                self.router.hangups.unwatch(self._sock)
-                if self._sock.fileno() >= 0:
-                    self._sock.settimeout(READ_SECONDS)  # for what the server still writes: the end of a chunked body
+            self._unwatch()
         finally:
             if self.body is not None:
                 self.body.close()
+
+    def _unwatch(self) -> None:
+        """Leave the client's socket alone; what the server still writes is bounded by a timeout."""
+        if self._sock is None:
+            return
+        self.router.hangups.unwatch(self._sock)
+        if self._sock.fileno() >= 0:
+            set_timeout(self._sock, READ_SECONDS)
+        self._sock = None
 
 
 class Moves:

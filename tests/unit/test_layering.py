@@ -37,6 +37,7 @@ LAYERS: dict[int, set[str]] = {
         "configfiles",
         "modelfiles",
         "askserver",
+        "endings",
         "siege",
         "ballast",
         "spawnrecords",
@@ -67,7 +68,7 @@ LAYERS: dict[int, set[str]] = {
         "runtime",
     },
     4: {"web", "app"},
-    5: {"cli", "demo", "gunicorn_conf"},
+    5: {"cli", "demo", "gunicorn_conf", "worker"},
 }
 
 #: (importer, imported) within one layer, each a decision; everything else goes downwards.
@@ -88,6 +89,7 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("upstream", "exchange"),
     ("exchange", "hangup"),
     ("gpu", "sampling"),
+    ("askserver", "endings"),
     ("askserver", "processes"),
     ("siege", "processes"),
     ("spawnrecords", "processes"),
@@ -140,7 +142,7 @@ HOMES: dict[str, set[str]] = {
     "gguf": {"memory"},
     "click": {"cli"},
     "prometheus_client": {"web"},
-    "gunicorn": set(),
+    "gunicorn": {"worker"},
 }
 
 #: Neither a clock nor the outside in layers 0 and 1: values in, values out.

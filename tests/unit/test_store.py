@@ -92,6 +92,7 @@ def test_newer_schema_is_refused(store: Store) -> None:
 def test_tables_of_an_older_qmflask_get_their_new_columns(store: Store) -> None:
     with store.write() as tx:
         tx.execute("ALTER TABLE scheduler DROP COLUMN config_source")
+        tx.execute("DROP TRIGGER lease_ended")  # the older one knows nothing of it
         tx.execute("ALTER TABLE processes DROP COLUMN answered")
         tx.execute("PRAGMA application_id=1")
     again = Store(store.directory, "boot-1")
@@ -248,6 +249,57 @@ def test_cached_snapshot_is_dropped_when_a_state_changes(store: Store) -> None:
     with store.write(term) as tx:
         scheduling.set_state(tx, "ant", State.DRAINING, "evicted for bee")
     assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
+
+
+def test_a_known_snapshot_grants_in_one_statement(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions, known = Admissions(store), rules()
+    first = admissions.admit(known, 0, arrival(), NOW)
+    assert isinstance(first, Granted)
+    admission.release(store, first.id, "ant", NOW + 5, None)
+    cold = row(store, "ant").tick
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write", None)  # no transaction is opened
+        second = admissions.admit(known, 0, arrival(at=NOW + 7), NOW + 7)
+    assert second == Granted(second.id, "http://ant") and second.id > first.id, "ids do not come again"
+    assert row(store, "ant").tick > cold
+    with store.read() as tx:
+        (lease,) = reading.requests(tx, "granted")
+    assert (lease.id, lease.public_id, lease.arrival) == (second.id, f"id-ant-{NOW + 7}", NOW + 7)
+
+
+def test_a_known_snapshot_is_not_trusted_once_another_process_changed_something(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    admissions, known = Admissions(store), rules()
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Granted)
+    other = Store(store.directory, "boot-1")
+    with other.write(term) as tx:
+        scheduling.set_state(tx, "ant", State.DRAINING, "evicted for bee")
+    assert isinstance(admissions.admit(known, 0, arrival(), NOW), Queued)
+    admission.publish_configuration(other, 0, "mark", "m1", "/c.yaml")
+    other.close()
+    assert admissions.admit(known, 0, arrival(), NOW) == Stale(1)
+
+
+def test_a_lock_of_another_process_is_waited_for(store: Store) -> None:
+    other = Store(store.directory, "boot-1")
+    held, asked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with other.write():
+            held.set()
+            asked.wait(20)
+            # Whoever asks sleeps and asks again from here on.
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    threading.Timer(0.05, asked.set).start()
+    assert isinstance(Admissions(store).admit(rules(), 0, arrival(), NOW), Queued)
+    thread.join(20)
+    other.close()
 
 
 def test_worker_with_an_old_configuration_is_told_so(store: Store) -> None:
