@@ -245,7 +245,8 @@ class Swaps:
             self._looked_at = sample.at
             return True
         if now >= self._reclaim_due:  # the pause is over: have the cards read again, and come back when they answer
-            self._meter.ask()  # trees too: a model that started meanwhile must be told from memory not given back
+            self._meter.gpu.ask()  # at once; and trees, as a model that started meanwhile is not memory not given back
+            self._meter.ask()
             self._reclaim_due = now + LOOK_AGAIN
         return now - sample.at > UNREADABLE
 

@@ -146,7 +146,8 @@ def _lines(body: dict[str, Any]) -> list[str]:
         cap = f", {gib(pool['cap'])} in force now" if pool["cap"] != pool["budget"] else ""
         limit = f"of {gib(pool['budget'])}{cap}" if pool["budget"] else "without a budget"
         size = _size(body, body["model"], pool["pool"], pool["charge"])
-        lines.append(f"{pool['pool']} ({pool['rule']} rule): {size} for {body['model']}, {limit}")
+        sums = f", {gib(pool['total'])} with all that runs, {gib(pool['after'])} then" if pool["residents"] else ""
+        lines.append(f"{pool['pool']} ({pool['rule']} rule): {size} for {body['model']}{sums}, {limit}")
         for line in pool["residents"]:
             mark = "stop" if line["stops"] else "keep"
             size = _size(body, line["model"], pool["pool"], line["charge"])

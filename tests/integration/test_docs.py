@@ -65,7 +65,12 @@ def named(block: Block) -> str:
     return f"{block.page}:{block.line}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml" and not b.marks], ids=named)
+def is_configuration(block: Block) -> bool:
+    """YAML of ours. One that is marked with a file's name is that file for the commands of its page."""
+    return block.language == "yaml" and (not block.marks or block.marks.endswith(".yaml"))
+
+
+@pytest.mark.parametrize("block", filter(is_configuration, BLOCKS), ids=named)
 def test_configurations_load(block: Block) -> None:
     environ = {name: f"value-{name}" for name in re.findall(r"\$\{env\.(\w+)\}", block.text)}
     loaded = load([Source(named(block), block.text)], environ, strict=True)
@@ -126,6 +131,8 @@ def test_commands_do_what_is_shown(place: Service, tmp_path: Path) -> None:
     for page in PAGES:
         assert place.get("/unload").status == 200
         for block in BLOCKS:
+            if block.page == page and block.marks and is_configuration(block):
+                (folder / block.marks).write_text(block.text)
             if block.page == page and block.language == "python":
                 run([sys.executable, "-c", here(block.text, place)], block, folder, environ)
                 ran += 1

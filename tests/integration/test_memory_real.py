@@ -49,8 +49,11 @@ def _field(path: Path, name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(service: Service, name: str) -> tuple[int, int, int]:
-    """(the kernel's figure, the product's of now, the product's peak) of a model that has answered; bytes."""
+def measure(service: Service, name: str, case: Case) -> tuple[int, int, int]:
+    """(the kernel's figure, the product's of now, the product's peak) of a model that has answered; bytes.
+
+    Prints the row for docs/memory.md.
+    """
 
     def learned() -> Any:
         size = service.get("/api/memory").json().get("sizes", {}).get(name, {}).get("ram", {})
@@ -61,7 +64,11 @@ def measure(service: Service, name: str) -> tuple[int, int, int]:
     pid = next(row["pid"] for row in service.running() if row["model"] == name)
     now = service.get("/api/memory").json()["models"][name]
     assert pid in now["pids"]
-    return held_by(now["pids"]), now["ram"], learned()
+    found = held_by(now["pids"]), now["ram"], learned()
+    rss = sum(_field(Path(f"/proc/{pid}/status"), "VmRSS") for pid in now["pids"])
+    figures = " | ".join(f"{size / MIB:.0f}" for size in (rss, *found))
+    print(f"| {case[0]} | {case[1]} | {f'`{case[2]}`' if case[2] else ''} | {figures} |")
+    return found
 
 
 def serve(start_service: StartService, server: Path, model: MakeModel, cases: Mapping[str, Case]) -> Service:
@@ -82,8 +89,7 @@ def test_servers_side_by_side(start_service: StartService, llama_server: Path, t
     """Two of them map the same file, and all the same libraries: each has its share."""
     service = serve(start_service, llama_server, tiny_gguf, QUICK)
     for name in QUICK:
-        truth, _, peak = measure(service, name)
-        print(f"{name}: kernel {truth / MIB:.1f} MiB, learned {peak / MIB:.1f}")
+        truth, _, peak = measure(service, name, QUICK[name])
         assert near(peak, truth), name
     plan = service.get("/api/plan?model=50m").json()
     assert plan["sizes"]["50m"]["ram"]["origin"] == "measured"
@@ -101,7 +107,5 @@ def test_servers_side_by_side(start_service: StartService, llama_server: Path, t
 @pytest.mark.parametrize("name", LARGE)
 def test_large_servers(start_service: StartService, llama_server: Path, tiny_gguf: MakeModel, name: str) -> None:
     service = serve(start_service, llama_server, tiny_gguf, {name: LARGE[name]})
-    truth, now, peak = measure(service, name)
-    status = Path(f"/proc/{service.running()[0]['pid']}/status")
-    print(f"| {name} | {_field(status, 'VmRSS') / MIB:.1f} | {truth / MIB:.1f} | {now / MIB:.1f} | {peak / MIB:.1f} |")
+    truth, now, peak = measure(service, name, LARGE[name])
     assert near(now, truth) and near(peak, truth)

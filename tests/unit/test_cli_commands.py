@@ -143,6 +143,7 @@ def test_the_plan_says_where_sizes_come_from_and_what_others_hold() -> None:
         {"model": "d", "charge": 0, "stops": True, "why": "its size is unknown"},
     ]
     pool = {"pool": "vram", "rule": "memory", "charge": 8 * GIB, "budget": 24 * GIB, "cap": 15 * GIB}
+    pool |= {"total": 17 * GIB, "after": 8 * GIB}
     body = {
         "model": "a",
         "state": "stopped",
@@ -162,7 +163,8 @@ def test_the_plan_says_where_sizes_come_from_and_what_others_hold() -> None:
         },
     }
     assert plan_lines(body)[1:] == [
-        "vram (memory rule): 8 GiB configured for a, of 24 GiB, 15 GiB in force now",
+        "vram (memory rule): 8 GiB configured for a, 17 GiB with all that runs, 8 GiB then, of 24 GiB, 15 GiB in force"
+        " now",
         "  stop  b  9 GiB measured  makes room, coldest first",
         "  stop  c  unknown size (its header suggests 4 GiB)  its size is unknown",
         "  stop  d  unknown size  its size is unknown",
