@@ -70,7 +70,7 @@ def is_configuration(block: Block) -> bool:
     return block.language == "yaml" and (not block.marks or block.marks.endswith(".yaml"))
 
 
-@pytest.mark.parametrize("block", filter(is_configuration, BLOCKS), ids=named)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if is_configuration(b)], ids=named)
 def test_configurations_load(block: Block) -> None:
     environ = {name: f"value-{name}" for name in re.findall(r"\$\{env\.(\w+)\}", block.text)}
     loaded = load([Source(named(block), block.text)], environ, strict=True)
