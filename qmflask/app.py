@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flask import Flask, Response, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from qmflask.config import ConfigError
 from qmflask.journal import install, wants_json
@@ -89,9 +89,10 @@ def _before() -> Response | None:
 
 def _http_error(error: HTTPException) -> Response:
     drain(request.environ)
-    text = "404 page not found" if error.code == 404 else f"{error.code} {error.name}"
-    headers = [(name, value) for name, value in error.get_headers() if name.lower() == "allow"]
-    return text_answer(text, error.code or 500, headers)
+    headers = []
+    if isinstance(error, MethodNotAllowed):  # OPTIONS, which every path answers, says nothing about this one
+        headers = [("Allow", ", ".join(sorted({*(error.valid_methods or ())} - {"OPTIONS"})))]
+    return text_answer("404 page not found" if error.code == 404 else error.name, error.code or 500, headers)
 
 
 def _failed(error: Exception) -> Response:

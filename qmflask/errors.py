@@ -190,8 +190,25 @@ class StoreFull(Unavailable):
     code = "store_full"
 
 
+class Cancelled(QmflaskError):
+    """Raised when somebody cancelled the request through the API; its client is still there."""
+
+    status, code = 499, "cancelled"
+
+
 class ClientGone(Exception):
     """Raised inside a request whose client has left or which was cancelled; never becomes a response body."""
+
+
+def dismissal(reason: str) -> QmflaskError | None:
+    """What a client is told whose request was ended by us, by `Client.reason`; None if it has left by itself."""
+    if reason == "cancelled":
+        return Cancelled("the request was cancelled")
+    if reason == "shutting_down":
+        return ShuttingDown("qmflask is shutting down; ask again", retry_after=1)
+    if reason == "idle":
+        return ModelUnloaded("this stream moved nothing for idleStreamTimeout, and its model has to go")
+    return None
 
 
 def _leaves(base: type[QmflaskError]) -> dict[str, type[QmflaskError]]:

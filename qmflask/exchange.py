@@ -41,6 +41,7 @@ class UpstreamRequest:
     """What to send. `url` keeps its exact spelling; `headers` without Content-Length.
 
     A `body` that is not bytes is sent piece by piece, with `body_length` as its Content-Length or, if None, chunked.
+    `switch`: its headers ask for another protocol, and the answer may be 101.
     """
 
     method: str
@@ -49,6 +50,7 @@ class UpstreamRequest:
     body: bytes | Iterable[bytes] | None = None
     body_length: int | None = None
     timeouts: Timeouts = Timeouts()
+    switch: bool = False
     #: What messages call the other side.
     name: str = "the model server"
 
@@ -148,7 +150,7 @@ class Exchange:
         """Read the answer's head within the deadline, however slowly it drips."""
         limit = self.request.timeouts.response_header
         deadline = time.monotonic() + limit if limit > 0 else None
-        reader = http1.HeadReader()
+        reader = http1.HeadReader(self.request.switch)
         while self.head is None:
             left = None if deadline is None else deadline - time.monotonic()
             try:

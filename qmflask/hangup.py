@@ -227,6 +227,17 @@ def client_socket(environ: Mapping[str, Any]) -> socket.socket | None:
     return None
 
 
+def read_ahead(environ: Mapping[str, Any]) -> bytes:
+    """Take what gunicorn has read from the client's socket beyond the request: its parser reads in blocks.
+
+    b"" where there is nothing, or a server keeps it where we cannot see it.
+    """
+    reader = getattr(getattr(environ.get("wsgi.input"), "reader", None), "unreader", None)
+    held = getattr(reader, "buf", None)
+    # With bytes at hand its read() gives those, and does not touch the socket.
+    return bytes(reader.read()) if reader is not None and held is not None and held.getvalue() else b""
+
+
 def _peer_closed(fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)

@@ -54,7 +54,7 @@ def request_headers(
     `peer_host`: for peers, whose Host it is and who are not told whom we serve. `readable`: accept only codings
     that the answer can be read in for its token counts.
     """
-    named = _named_by_connection(environ.get("HTTP_CONNECTION", ""))
+    named = _tokens(environ.get("HTTP_CONNECTION", ""))
     headers: list[Header] = [("Host", peer_host if peer_host is not None else _host(environ))]
     for key, value in environ.items():
         if key[:5] != "HTTP_":
@@ -93,7 +93,7 @@ def response_headers(
     drop = HOP_BY_HOP | {"content-length", *(name.lower() for name, _ in extra)}
     for name, value in headers:
         if name.lower() == "connection":
-            drop |= _named_by_connection(value)
+            drop |= _tokens(value)
     passed = [(n, v) for n, v in headers if n.lower() not in drop]
     if length is not None:
         extra.append(("Content-Length", str(length)))
@@ -103,6 +103,16 @@ def response_headers(
 def valid_header(name: str, value: str) -> bool:
     """True if servers accept this header; others would make the whole response fail."""
     return _TOKEN.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
+
+
+def asks_for_websocket(environ: Mapping[str, Any]) -> bool:
+    """True for a request that begins a websocket (RFC 6455, 4.1)."""
+    return (
+        "websocket" in _tokens(environ.get("HTTP_UPGRADE", ""))
+        and "upgrade" in _tokens(environ.get("HTTP_CONNECTION", ""))
+        and environ["REQUEST_METHOD"] == "GET"
+        and environ.get("SERVER_PROTOCOL") == "HTTP/1.1"
+    )
 
 
 def first(headers: Iterable[Header], name: str) -> str | None:
@@ -160,7 +170,7 @@ def _coding(part: str) -> str:
     return part.partition(";")[0].strip().lower()
 
 
-def _named_by_connection(value: str) -> frozenset[str]:
+def _tokens(value: str) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in value.split(",")) if value else frozenset()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,16 @@ def _fields(path: Path) -> dict[str, int]:
         if len(words) == 2 and words[1] == "kB" and words[0].isdecimal():
             found[name] = int(words[0]) * KIB
     return found
+
+
+def machine(proc: Path = Path("/proc")) -> dict[str, dict[str, Any]]:
+    """What does not change while the machine is up: its system and its processors."""
+    names = os.uname()
+    models = (line.partition(":")[2].strip() for line in _lines(proc / "cpuinfo") if line.startswith("model name"))
+    return {
+        "system": {"name": names.nodename, "os": names.sysname, "release": names.release, "machine": names.machine},
+        "cpu": {"name": next(models, ""), "cores": psutil.cpu_count(logical=False), "threads": psutil.cpu_count()},
+    }
 
 
 def _lines(path: Path) -> list[str]:

@@ -6,6 +6,7 @@ differently (two lengths, folded names, odd codings) is refused rather than gues
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,9 +42,13 @@ class Head:
 
 
 class HeadReader:
-    """Collects bytes until a final head is complete, dropping informational ones."""
+    """Collects bytes until a final head is complete, dropping informational ones.
 
-    def __init__(self) -> None:
+    `switch`: the request asked for another protocol, so 101 is a final answer.
+    """
+
+    def __init__(self, switch: bool = False) -> None:
+        self._switch = switch
         self._data = b""
         self._searched = 0  # so many bytes hold no end: a head that drips must not be searched over and over
         self._informational = 0
@@ -66,7 +71,7 @@ class HeadReader:
                     raise Malformed(f"sent more than {MAX_HEAD} bytes of headers")
                 return None
             head = _parse_head(data[: end.start()], data[end.end() :])
-            if head.status >= 200:
+            if head.status >= 200 or (head.status == 101 and self._switch):
                 return head
             self._searched = 0
             self._informational += 1
@@ -93,6 +98,8 @@ def body_of(method: str, head: Head) -> Body:
     """The framing of a response's body (RFC 9112, 6.3). Raises Malformed."""
     if method == "HEAD" or head.status in (204, 304):
         return SizedBody(0)
+    if head.status == 101:
+        return UntilClose()  # of another protocol: whoever reads on reads its bytes
     coding = first(head.headers, "transfer-encoding")
     if coding is not None:
         if [value.lower() for key, value in head.headers if key.lower() == "transfer-encoding"] != ["chunked"]:
@@ -186,9 +193,12 @@ class ChunkedBody:
                 left -= len(piece)
                 if left:
                     break
+            if in_chunk and data.startswith(b"\r\n", position):  # what all servers send
+                in_chunk = False
+                position += 2
             line_end = data.find(b"\n", position)
             if in_chunk and line_end >= 0:
-                if line_end - position > 1 or data[position:line_end] not in (b"\r", b""):
+                if line_end != position:
                     raise Malformed("sent a chunk longer than its announced size")
                 in_chunk = False
                 position = line_end + 1
@@ -227,6 +237,7 @@ class ChunkedBody:
         return self.done
 
 
+@functools.lru_cache(maxsize=256)  # the events of a stream are of few lengths
 def _chunk_size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip()
     if _SIZE.fullmatch(digits) is None:

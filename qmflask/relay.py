@@ -10,15 +10,17 @@ import errno
 import json
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from qmflask import headers as header_rules
-from qmflask.errors import ClientGone, QmflaskError, UpstreamUnreachable
+from qmflask.errors import Cancelled, ClientGone, QmflaskError, UpstreamUnreachable, dismissal
 from qmflask.hangup import Client
 from qmflask.headers import Header
+from qmflask.pump import Pump, hang_up
 from qmflask.upstream import Upstream, UpstreamRequest, UpstreamResponse
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,17 @@ class Relayed:
     small: bool = False
 
 
+@dataclass(frozen=True)
+class Line:
+    """The client's own connection, for an answer that switches it to another protocol.
+
+    `ahead` takes the bytes that the WSGI server has already read from it beyond the request.
+    """
+
+    sock: socket.socket
+    ahead: Callable[[], bytes]
+
+
 def open_relay(
     upstream: Upstream,
     request: UpstreamRequest,
@@ -87,10 +100,12 @@ def open_relay(
     on_end: Callable[[Outcome], None],
     observer: StreamObserver | None = None,
     extra_headers: Iterable[Header] = (),
+    line: Line | None = None,
 ) -> Relayed:
     """Send `request` and give back the answer's status, headers and body.
 
-    `on_end` is called exactly once: from the body's `close()`, or before this function raises.
+    `on_end` is called exactly once: from the body's `close()`, or before this function raises. `line` is needed where
+    the request asks for a switch: the body of a 101 writes to it, head included, and gives the WSGI server nothing.
     Raises UpstreamUnreachable, UpstreamTimeout, ClientGone, and what reading the request's body raises.
     """
     outcome = Outcome(begin_ns=time.monotonic_ns())
@@ -103,7 +118,7 @@ def open_relay(
         if observer is not None:
             observer.begin(response.status, response.headers)
         stream = "text/event-stream" in outcome.content_type.lower()
-        short = None if stream else response.read_short()
+        short = None if stream or response.status == 101 else response.read_short()
     except BaseException as error:
         if response is not None:
             response.close()
@@ -113,7 +128,9 @@ def open_relay(
     passed = header_rules.response_headers(response.headers, extra_headers, _length(request.method, response, short))
     scan = _scanner(response.headers, outcome)
     body: _Body
-    if short is not None:
+    if response.status == 101 and line is not None:
+        body = _SwitchedBody(passed, line, response, client, outcome, on_end, observer)
+    elif short is not None:
         body = _ShortBody(short, response, client, outcome, on_end, observer, scan)
     else:
         # Amid a compressed stream an event of ours would be noise: it is cut like any other body.
@@ -243,11 +260,15 @@ class _StreamBody(_Body):
             self.close()  # before the last chunk: a client that comes back at once must not meet its own slot and lease
             raise
         except ClientGone as gone:
+            told = _dismissed(self._outcome, str(gone))
+            if told is not None:
+                return self._fail(told)
             # Clients close at the last event; some servers end the body a moment after it.
             self._outcome.complete = self._events and _LAST_EVENT in self._tail
             # EPIPE is what servers drop in silence; nothing is left to be told to this client.
             raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
         except QmflaskError as error:
+            self._outcome.error = error
             return self._fail(error)
         self._passing(data)
         if self._events:
@@ -256,11 +277,48 @@ class _StreamBody(_Body):
 
     def _fail(self, error: QmflaskError) -> bytes:
         """Tell a client that reads events what happened; the next step, or this one for others, cuts."""
-        self._outcome.error = self._failed = error
+        self._failed = error
         log.warning("answer cut after %d bytes: %s", self._outcome.bytes, error.message)
         if not self._events:
             raise _Cut(error.message) from None
+        self._client.writing_since = time.monotonic_ns()
         return error_event(error, self._tail)
+
+
+class _SwitchedBody(_Body):
+    """What follows a 101: bytes both ways, in the server's thread but past the server. See `pump`."""
+
+    def __init__(
+        self,
+        headers: list[Header],
+        line: Line,
+        response: UpstreamResponse,
+        client: Client,
+        outcome: Outcome,
+        on_end: Callable[[Outcome], None],
+        observer: StreamObserver | None,
+    ) -> None:
+        super().__init__(response, client, outcome, on_end, observer, None)
+        self._line = line
+        self._head = _switching(response, headers)
+
+    def __next__(self) -> bytes:
+        sock = self._line.sock
+        far, behind = self._response.take_over()
+        sock.sendall(self._head)
+        over = Pump(self._client, sock, far, self._moved).run(behind, self._line.ahead())
+        reason = None if over else self._client.reason
+        _dismissed(self._outcome, reason or "")
+        self._outcome.complete = reason in (None, "gone")
+        self.close()
+        hang_up(sock, linger=over)
+        raise _Cut("the connection was switched to another protocol and has ended")
+
+    def _moved(self, data: bytes) -> None:
+        if data:
+            self._passing(data)
+        elif self._observer is not None:
+            self._observer.feed(b"")
 
 
 class _Cut(ConnectionResetError):
@@ -323,15 +381,33 @@ def _length(method: str, response: UpstreamResponse, short: bytes | None) -> int
     return len(short) if short is not None else response.length
 
 
+def _switching(response: UpstreamResponse, headers: list[Header]) -> bytes:
+    """The head of a 101 as we write it: the server would add what belongs to a body, and drop what this is about."""
+    protocol = header_rules.first(response.headers, "upgrade") or "websocket"
+    lines = [f"HTTP/1.1 {header_rules.status_line(response.status, response.reason)}"]
+    lines += [f"{name}: {value}" for name, value in [*headers, ("Connection", "Upgrade"), ("Upgrade", protocol)]]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
 def _note_error(outcome: Outcome, error: BaseException) -> None:
     if isinstance(error, QmflaskError):
         outcome.error = error
-    elif not isinstance(error, ClientGone):
+    elif isinstance(error, ClientGone):
+        _dismissed(outcome, str(error))
+    else:
         outcome.error = UpstreamUnreachable(f"The request failed: {error}")
+
+
+def _dismissed(outcome: Outcome, reason: str) -> QmflaskError | None:
+    """What to tell a client that we ended; noted as an error unless somebody asked for it."""
+    told = dismissal(reason)
+    if told is not None and not isinstance(told, Cancelled):
+        outcome.error = told
+    return told
 
 
 def _end(outcome: Outcome, client: Client, on_end: Callable[[Outcome], None]) -> None:
     outcome.end_ns = time.monotonic_ns()
-    if client.gone and not outcome.complete:
-        outcome.gone = client.reason
+    if client.gone and not outcome.complete and (outcome.error is None or dismissal(client.reason or "") is None):
+        outcome.gone = client.reason  # else the error says it
     on_end(outcome)

@@ -18,17 +18,17 @@ from qmflask.activity import Activity, Surroundings
 from qmflask.ballast import Ballast
 from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
+from qmflask.departures import Departures
 from qmflask.hangup import Client, HangupWatcher
 from qmflask.leader import Duties, Leader
-from qmflask.leases import NO_WISHES, Ask, Lease, Pending, Waiter, idle_streams
+from qmflask.leases import NO_WISHES, Ask, Lease, Pending, Waiter
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
-from qmflask.states import State
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
-from qmflask.store.rows import SchedulerRow
+from qmflask.store.rows import ProcessRow, SchedulerRow
 from qmflask.upstream import Upstream
 from qmflask.wake import CANCEL, CONFIG, LEADER, ROWS, Mailbox
 
@@ -52,7 +52,13 @@ class Router:
     """The request's side of one worker: owns its store connection, wake-up channel, hang-up watcher and threads."""
 
     def __init__(
-        self, source: Path, state: Path, alive: Callable[[], bool], slots: int, viewers: int = VIEWERS
+        self,
+        source: Path,
+        state: Path,
+        alive: Callable[[], bool],
+        slots: int,
+        viewers: int = VIEWERS,
+        grace: float | None = None,
     ) -> None:
         self._alive = alive
         self._slots = threading.Semaphore(slots)
@@ -66,6 +72,7 @@ class Router:
         assert identity is not None
         self.worker = f"{identity.pid}-{identity.start_ticks}"
         self.master = _master()
+        self.departures = Departures(self.master, grace)
         self._ballast = Ballast(state)
         self._full = not self._ballast.take()
         self._store = self._open_store()
@@ -311,11 +318,10 @@ class Router:
         with self._store.read() as tx:
             return reading.selector_load(tx, selector, self.worker)
 
-    def state_of(self, model: str) -> State:
-        """A model's state now."""
+    def process_of(self, model: str) -> ProcessRow | None:
+        """A model's process now; None if it never had one."""
         with self._store.read() as tx:
-            row = reading.process(tx, model)
-        return row.state if row is not None else State.STOPPED
+            return reading.process(tx, model)
 
     def place(self, request: int, model: str) -> reading.Place:
         """Where a waiting request stands, for its client's eyes."""
@@ -445,7 +451,7 @@ class Router:
                 if CANCEL in kinds:
                     self._cancel_marked()
                 self._deliver()
-                if time.monotonic() >= next_round:
+                if time.monotonic() >= next_round or not self._alive():  # a drain is short
                     next_round = time.monotonic() + 1.0
                     self._keep_house()
             except errors.QmflaskError as error:
@@ -470,6 +476,7 @@ class Router:
     def _drain(self) -> None:
         if not self._draining:
             self._draining = True
+            self.departures.drain(time.monotonic_ns())
             admission.set_draining(self._store, self.worker)
         self._refuse_all(errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1))
 
@@ -506,20 +513,9 @@ class Router:
         if now - self._led_at > NO_LEADER:
             self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
         self._reconcile()
-        self._cut_idle_streams()
-
-    def _cut_idle_streams(self) -> None:
-        """A page that was left open must not keep a model for ever."""
         with self._lock:
-            leases = [lease for lease in self._leases.values() if lease.idle_limit]
-        if not leases:
-            return
-        with self._store.read() as tx:
-            states = {row.model: row.state for row in reading.processes(tx).values()}
-            counts = reading.leases(tx)
-        for lease in idle_streams(leases, states, counts, time.monotonic_ns()):
-            log.info("cutting an idle stream of model %s (idleStreamTimeout)", lease.model)
-            lease.client.cancel("idle")
+            leases = list(self._leases.values())
+        self.departures.look(self._store, leases, time.monotonic_ns())
 
     def _move_to_new_store(self) -> None:
         """The file was removed or replaced: open the new one and enter ourselves, our leases and waiters again."""

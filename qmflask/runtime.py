@@ -51,7 +51,8 @@ class Runtime:
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)
-                router = Router(source, state_path(source), alive, max(1, threads - reserve), _viewers(reserve))
+                sizes = max(1, threads - reserve), _viewers(reserve)
+                router = Router(source, state_path(source), alive, *sizes, _grace(worker))
                 router.start()
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
@@ -93,6 +94,12 @@ def _threads(worker: Any) -> tuple[int, int]:
     """The worker's threads, and how many of them inference never gets."""
     threads = int(getattr(getattr(worker, "cfg", None), "threads", 0) or 64)
     return threads, min(RESERVE, threads // 4)
+
+
+def _grace(worker: Any) -> float | None:
+    """Seconds from TERM to KILL."""
+    grace = getattr(getattr(worker, "cfg", None), "graceful_timeout", None)
+    return float(grace) if grace is not None else None
 
 
 def _viewers(reserve: int) -> int:

@@ -35,6 +35,9 @@ class Phase(str, Enum):
 #: A process tree may live in these states, so its memory is taken.
 RESIDENT = frozenset({State.STARTING, State.READY, State.DRAINING, State.STOPPING})
 
+#: The model is loaded and answers; what drains may answer until its swap begins.
+SERVING = frozenset({State.READY, State.DRAINING})
+
 #: No process of the model's session lives in these.
 DOWN = frozenset({State.STOPPED, State.FAILED})
 

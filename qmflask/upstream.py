@@ -116,6 +116,17 @@ class UpstreamResponse:
         """The length of the body where it was announced in a way that counts."""
         return self._body.length
 
+    def take_over(self) -> tuple[socket.socket, bytes]:
+        """After status 101: the connection, which no hang-up cuts any more, and the bytes that came behind the head.
+
+        It is the caller's until `close`, which ends it.
+        """
+        sock, behind = self._exchange.sock, self._pending
+        assert self.status == 101 and sock is not None
+        self._pending = b""
+        self._exchange.close()
+        return sock, behind
+
     @property
     def at_hand(self) -> bool:
         """True if the next step of the iteration will not wait."""

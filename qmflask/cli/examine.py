@@ -216,6 +216,7 @@ _HINTS = (
     ("proxy_read_timeout", r"\d{4,}s?|\d+[hm]", "3600s", "a load or a long prompt is silent for longer than 60 s"),
     ("client_max_body_size", r"0|\d+[mMgG]", "0", "its default refuses bodies above 1 MB"),
     ("proxy_next_upstream", "off", "off", "a second try would ask the model twice"),
+    ("proxy_set_header Upgrade", r"\$http_upgrade", "$http_upgrade", "websockets (ComfyUI) pass only with it"),
 )
 NGINX_FOLDERS = (Path("/etc/nginx/conf.d"), Path("/etc/nginx/sites-enabled"))
 

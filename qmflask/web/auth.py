@@ -44,11 +44,26 @@ def require_admin(config: Config, environ: Environ) -> ApiKey | None:
     key = accept(config, environ)
     if key is not None and not key.admin:
         raise Forbidden("this needs a key with admin: true")
-    # A browser sends Basic credentials by itself, for whatever page asks; only a key in a header was put there.
-    ambient = key is None or environ.get("HTTP_AUTHORIZATION", "")[:6].lower() == "basic "
-    if ambient and _from_elsewhere(environ):
+    if (key is None or _ambient(environ)) and _from_elsewhere(environ):
         raise Forbidden("refused: a page of another site sent this through a browser; use an admin key")
     return key
+
+
+def require_all_models(config: Config, environ: Environ) -> None:
+    """For what names every model: a key that may use all of them, admin or not. Raises Unauthorized, Forbidden."""
+    key = accept(config, environ)
+    if key is not None and not key.admin and "*" not in key.models:
+        raise Forbidden('this needs a key with admin: true, or one for all models (models: ["*"])')
+
+
+def check_websocket(key: ApiKey | None, environ: Environ) -> None:
+    """Raise Forbidden for a page of another site that uses the key its browser was given for ours.
+
+    Such a page cannot read the answers to its other requests. Without keys it is for the model server, which sees the
+    Origin, to decide.
+    """
+    if key is not None and _ambient(environ) and _from_elsewhere(environ):
+        raise Forbidden("refused: a page of another site opened this websocket through a browser")
 
 
 def may_use(key: ApiKey | None, config: Config, asked: str, resolved: Resolved) -> bool:
@@ -85,6 +100,11 @@ def _names_of(config: Config, resolved: Resolved) -> tuple[str, ...]:
     if resolved.kind == "peer":
         return (f"{resolved.peer}/{resolved.upstream_name}", resolved.upstream_name)
     return (resolved.id,)
+
+
+def _ambient(environ: Environ) -> bool:
+    """True for credentials that a browser sends by itself, for whatever page asks: only headers were put there."""
+    return str(environ.get("HTTP_AUTHORIZATION", ""))[:6].lower() == "basic "
 
 
 def _from_elsewhere(environ: Environ) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flask import Response
 
-from qmflask.errors import ClientGone, QmflaskError
+from qmflask.errors import Cancelled, ClientGone, QmflaskError, dismissal
 from qmflask.web import request_id
 from qmflask.web.answers import error_answer
 from qmflask.web.draining import drain
@@ -15,17 +15,10 @@ from qmflask.web.draining import drain
 log = logging.getLogger(__name__)
 
 
-class Cancelled(QmflaskError):
-    """What a client reads whose request somebody cancelled through the API before its answer began."""
-
-    status, code = 499, "cancelled"
-
-
 def answer(error: Exception, environ: dict[str, Any]) -> Response:
     """The answer to a request that failed with `error`; what is no error of ours is a bug, and logged as one."""
     if isinstance(error, ClientGone):
-        # Nobody reads this, unless the request was cancelled through the API.
-        error = Cancelled("the request was cancelled")
+        error = dismissal(str(error)) or Cancelled("the client has left")  # which then nobody reads
     else:
         if not isinstance(error, QmflaskError):
             log.error("%s %s failed", environ["REQUEST_METHOD"], environ.get("PATH_INFO"), exc_info=error)

@@ -10,6 +10,7 @@ from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
 from qmflask.errors import MissingModel
+from qmflask.headers import Header
 from qmflask.intake import Intake
 from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed
@@ -83,6 +84,9 @@ class Inference:
         model = target.meaning.id
         visit.named(target.asked, model, target.selector)
         server = self._servers(visit.live).models[model]
+        guest = visit.as_guest(model)
+        if guest is not None:
+            return _send(visit, target, server, body, guest, visit.answer_headers(model))
         ask = visit.ask(model, target.selector)
         outcome = visit.router.admit(visit.live, model, visit.client, ask)
         if isinstance(outcome, Lease):
@@ -121,6 +125,9 @@ def _wait(pending: Pending) -> Lease:
 
 def _relay(visit: Visit, target: Target, server: Server, body: Intake, lease: Lease) -> Relayed:
     visit.granted(lease)
+    return _send(visit, target, server, body, lease.proxy, visit.answer_headers(lease.model, lease))
+
+
+def _send(visit: Visit, target: Target, server: Server, body: Intake, proxy: str, headers: list[Header]) -> Relayed:
     name = sending.edit(body, target, server)
-    request = sending.to_model(visit, server, lease, visit.path, body, name)
-    return visit.relay(request, visit.answer_headers(lease.model, lease))
+    return visit.relay(sending.to_model(visit, server, proxy, visit.path, body, name), headers)

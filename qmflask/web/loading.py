@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import orjson
 
-from qmflask.errors import BadGateway, ClientGone, QmflaskError
+from qmflask.errors import BadGateway, ClientGone, QmflaskError, dismissal
 from qmflask.headers import first
 from qmflask.leases import Lease, Pending
 from qmflask.relay import Relayed, error_event
 from qmflask.states import State
 from qmflask.store.reading import Place
-from qmflask.web.visit import Visit
+from qmflask.web.visit import Visit, load_headers
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ class _LoadingBody:
         self._answer: Iterator[bytes] | None = None
         self._relayed: Relayed | None = None
         self._failed: QmflaskError | None = None
-        self._begun = time.monotonic()
         self._looked = False
         self._closed = False
 
@@ -89,11 +88,12 @@ class _LoadingBody:
         try:
             data = self._step()
         except ClientGone as gone:
-            raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
+            told = dismissal(str(gone))
+            if told is None:
+                raise BrokenPipeError(errno.EPIPE, f"the client is {gone}") from None
+            data = self._fail(told)
         except QmflaskError as error:
-            self._failed = error
-            log.warning("the answer that had begun with loading frames failed: %s", error.message)
-            data = error_event(error)
+            data = self._fail(error)
         self._visit.client.writing_since = time.monotonic_ns()
         return data
 
@@ -112,34 +112,37 @@ class _LoadingBody:
             log.error("a response was dropped without close()")
             self.close()
 
+    def _fail(self, error: QmflaskError) -> bytes:
+        self._failed = error
+        log.warning("the answer that had begun with loading frames ends: %s", error.message)
+        return error_event(error)
+
     def _step(self) -> bytes:
         if not self._looked:
             self._looked = True
-            return self._frames.status(self._pending.place(), self._waited())
+            return self._frames.status(self._pending.place())
         lease = self._pending.wait(TICK)
         if lease is None:
-            return self._frames.status(self._pending.place(), self._waited())
+            return self._frames.status(self._pending.place())
         relayed = self._relayed = self._open_answer(lease)
         if not _is_stream(relayed):
             raise _refusal(relayed)
         self._answer = iter(relayed.body)
-        return self._frames.end(self._waited())
-
-    def _waited(self) -> float:
-        return time.monotonic() - self._begun
+        return self._frames.end(lease)
 
 
 class _Comments:
     """`: qm-status: loading 12s`, at each look, changed or not: it is there to keep the connection alive."""
 
-    def status(self, place: Place, waited: float) -> bytes:
+    def status(self, place: Place) -> bytes:
         """The comment for the state now."""
         text = f"loading {_seconds(place)}s" if place.state is State.STARTING else f"waiting {place.position}"
         return f": qm-status: {text}\n\n".encode()
 
-    def end(self, waited: float) -> bytes:
-        """The last comment."""
-        return b": qm-status: ready\n\n"
+    def end(self, lease: Lease) -> bytes:
+        """The last comment, with what would have been headers of the answer if it had waited."""
+        headers = "".join(f": {name}: {value}\n" for name, value in load_headers(lease))
+        return f": qm-status: ready\n{headers}\n".encode()
 
 
 class _Reasoning:
@@ -149,7 +152,7 @@ class _Reasoning:
         self._model = model
         self._last = ""
 
-    def status(self, place: Place, waited: float) -> bytes:
+    def status(self, place: Place) -> bytes:
         """The text for the state now."""
         opening = "" if self._last else f"{_BARS}\nqmflask is getting {self._model} ready\n"
         text = "Loading it " if place.state is State.STARTING else f"In the queue at place {place.position} "
@@ -159,9 +162,9 @@ class _Reasoning:
         self._last = text
         return _reasoning(opening + newline + text)
 
-    def end(self, waited: float) -> bytes:
+    def end(self, lease: Lease) -> bytes:
         """The last text."""
-        return _reasoning(f"\nReady after {waited:.2f} s\n{_BARS}\n \n")
+        return _reasoning(f"\nReady after {lease.wait_ms / 1000:.2f} s\n{_BARS}\n \n")
 
 
 def _reasoning(text: str) -> bytes:

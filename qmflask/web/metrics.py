@@ -27,8 +27,8 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     routes = Blueprint("metrics", __name__)
 
     @routes.before_request
-    def check_key() -> None:
-        auth.accept(router().live.config, request.environ)
+    def check_key() -> None:  # records tell of everybody's requests, with names of keys and addresses
+        auth.require_admin(router().live.config, request.environ)
 
     @routes.errorhandler(ActivityError)
     def unreadable(error: ActivityError) -> Response:
@@ -76,7 +76,6 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.get("/api/captures/<record>")
     def capture(record: str) -> Response:
-        auth.require_admin(router().live.config, request.environ)
         if not record.isdecimal() or len(record) > 18:
             raise BadRequest(f"invalid capture ID {record!r}: it must be a number")
         packed = router().activity.store.capture(int(record))

@@ -70,7 +70,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.get("/metrics")
     def metrics() -> Response:
-        auth.accept(router().live.config, request.environ)
+        auth.require_all_models(router().live.config, request.environ)
         registry = CollectorRegistry()
         registry.register(Box(router()))
         return Response(generate_latest(registry), content_type=CONTENT_TYPE_LATEST)

@@ -13,7 +13,6 @@ from qmflask.configuration import Live
 from qmflask.filters import Filters
 from qmflask.headers import request_headers
 from qmflask.intake import Intake
-from qmflask.leases import Lease
 from qmflask.upstream import Timeouts, UpstreamRequest
 from qmflask.web.targets import Target
 from qmflask.web.visit import Visit
@@ -81,9 +80,9 @@ def edit(body: Intake, target: Target, server: Server) -> str | None:
 _NOTHING = Filters()
 
 
-def to_model(visit: Visit, server: Server, lease: Lease, path: str, body: Intake, name: str | None) -> UpstreamRequest:
-    """A request for a local model; `path` is percent-encoded."""
-    return _request(visit, server, lease.proxy, path, body, name)
+def to_model(visit: Visit, server: Server, proxy: str, path: str, body: Intake, name: str | None) -> UpstreamRequest:
+    """A request for a local model whose server is at `proxy`; `path` is percent-encoded."""
+    return _request(visit, server, proxy, path, body, name)
 
 
 def to_peer(visit: Visit, server: Server, path: str, body: Intake, name: str | None) -> UpstreamRequest:
@@ -104,6 +103,8 @@ def _request(visit: Visit, server: Server, base: str, path: str, body: Intake, n
         peer_host=server.host,
         readable=method == "POST",
     )
+    if visit.websocket:
+        headers += [("Connection", "Upgrade"), ("Upgrade", "websocket")]
     return UpstreamRequest(
         method=method,
         url=join(base, path, query),
@@ -111,6 +112,7 @@ def _request(visit: Visit, server: Server, base: str, path: str, body: Intake, n
         body=body.payload(),
         body_length=body.length,
         timeouts=server.timeouts,
+        switch=visit.websocket,
         name=server.name,
     )
 

@@ -1,14 +1,16 @@
-"""`/api/status`, `/api/performance` and `/api/version`: the box at one moment."""
+"""`/api/status`, `/api/performance`, `/api/hardware` and `/api/version`: the box at one moment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import orjson
 from flask import Blueprint, Response, request
 
 from qmflask import __version__
 from qmflask.errors import Unavailable
+from qmflask.host import machine
 from qmflask.router import Router
 from qmflask.store.activity import ActivityError
 from qmflask.web import auth
@@ -34,6 +36,11 @@ def blueprint(router: Callable[[], Router], live: Live | None = None) -> Bluepri
         auth.accept(router().live.config, request.environ)
         return json_answer({"version": __version__, "commit": "", "build_date": ""})
 
+    @routes.get("/api/hardware")
+    def hardware() -> Response:
+        auth.accept(router().live.config, request.environ)
+        return json_answer(_hardware(router().status().sample))
+
     @routes.get("/api/performance")
     def performance() -> Response:
         config = router().live.config
@@ -58,3 +65,11 @@ def blueprint(router: Callable[[], Router], live: Live | None = None) -> Bluepri
         )
 
     return routes
+
+
+def _hardware(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """What the machine is made of. `sample` is the last one of memory, empty before the first."""
+    cards = [
+        {name: card.get(name) for name in ("index", "name", "uuid", "total")} for card in sample.get("cards") or ()
+    ]
+    return {**machine(), "memory": {"total": (sample.get("host") or {}).get("total")}, "accelerators": cards}

@@ -81,9 +81,12 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
             auth.accept(router().live.config, request.environ)
 
     @routes.get("/")
-    @routes.get("/ui")
     def to_page() -> Response:
-        return Response(status=302, headers=[("Location", f"{request.script_root}/ui/")])
+        return Response(status=302, headers=[("Location", f"{request.script_root}/ui")])
+
+    @routes.get("/ui")
+    def to_folder() -> Response:
+        return Response(status=307, headers=[("Location", f"{request.script_root}/ui/")])
 
     @routes.get("/favicon.ico")
     def icon() -> Response:

@@ -9,11 +9,11 @@ from urllib.parse import quote, unquote
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
-from qmflask.errors import Conflict, NotFound, QmflaskError
+from qmflask.errors import Conflict, NotFound
 from qmflask.names import Resolved
 from qmflask.relay import Relayed
 from qmflask.router import Router
-from qmflask.states import State
+from qmflask.states import SERVING
 from qmflask.web import auth, sending, targets
 from qmflask.web.answers import Passed, redirect
 from qmflask.web.derived import PerLive
@@ -23,14 +23,8 @@ from qmflask.web.sending import Servers
 from qmflask.web.visit import Visit
 
 COMFYUI = "comfyui_auto"
-#: Requests that are recorded like those on the model routes themselves.
-_RECORDED = {("POST", path) for path in POST_ROUTES.values()} | {("GET", path) for path in GET_ROUTES.values()}
-
-
-class WebsocketUnsupported(QmflaskError):
-    """Raised for a websocket handshake: a WSGI application has no way to take over the connection."""
-
-    status, code = 501, "websocket_unsupported"
+#: Requests that are recorded like those on the model routes themselves, by either of a route's paths.
+_RECORDED = {("POST", path) for path in (*POST_ROUTES, *POST_ROUTES.values())} | {("GET", path) for path in GET_ROUTES}
 
 
 def blueprint(router: Callable[[], Router]) -> Blueprint:
@@ -73,7 +67,6 @@ class UpstreamPath:
         auth.check_model(key, live.config, name, meaning)
         if not remaining:
             return _with_slash(environ, f"/upstream/{quote(name, safe='/:@!$&()*+,;=~')}/")
-        _refuse_websocket(environ)
         if meaning.kind == "model" and live.config.ignores_path(unquote(remaining)):
             _need_ready(router, meaning.id, "the path matches upstream.ignorePaths, which never loads a model")
         return Passed(self._pass(router, environ, meaning, remaining))
@@ -89,7 +82,6 @@ class UpstreamPath:
         auth.check_model(key, live.config, COMFYUI, meaning)
         if not remaining:
             return _with_slash(environ, "/comfyui/")
-        _refuse_websocket(environ)
         if remaining != "/":
             _need_ready(router, meaning.id, "only /comfyui/ can start it")
         return Passed(self._pass(router, environ, meaning, remaining))
@@ -109,11 +101,15 @@ class UpstreamPath:
                 return visit.relay(sending.to_peer(visit, server, path, body, None), visit.answer_headers(model))
             visit.named(meaning.id, meaning.id)
             server = self._servers(live).models[meaning.id]
+            guest = visit.as_guest(meaning.id)
+            if guest is not None:
+                request = sending.to_model(visit, server, guest, path, body, None)
+                return visit.relay(request, visit.answer_headers(meaning.id))
             lease = router.lease(live, meaning.id, visit.client, visit.ask(meaning.id))
             visit.granted(lease)
             if environ["REQUEST_METHOD"] == "GET":
                 visit.may_idle(lease, lease.live.config.models[meaning.id].idle_stream_timeout)
-            request = sending.to_model(visit, server, lease, path, body, None)
+            request = sending.to_model(visit, server, lease.proxy, path, body, None)
             return visit.relay(request, visit.answer_headers(meaning.id, lease))
         except BaseException as error:
             visit.end(None, error)
@@ -153,12 +149,6 @@ def _with_slash(environ: dict[str, Any], path: str) -> Response:
 
 
 def _need_ready(router: Router, model: str, why: str) -> None:
-    if router.state_of(model) not in (State.READY, State.DRAINING):
+    row = router.process_of(model)
+    if row is None or row.state not in SERVING:
         raise Conflict(f"{model} is not loaded: {why}")
-
-
-def _refuse_websocket(environ: dict[str, Any]) -> None:
-    if "websocket" in environ.get("HTTP_UPGRADE", "").lower():
-        raise WebsocketUnsupported(
-            "websockets cannot pass through qmflask, which is a WSGI application; connect to the model server itself"
-        )

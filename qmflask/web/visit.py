@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
 from qmflask.config import ApiKey
-from qmflask.errors import BadRequest, ClientGone
+from qmflask.errors import BadRequest, ClientGone, Conflict, QmflaskError
 from qmflask.exchange import set_timeout
-from qmflask.hangup import Client, client_socket
-from qmflask.headers import Header
+from qmflask.hangup import Client, client_socket, read_ahead
+from qmflask.headers import Header, asks_for_websocket
 from qmflask.intake import Intake
 from qmflask.leases import Ask, Lease
 from qmflask.recording import Recording
-from qmflask.relay import Outcome, Relayed, StreamObserver, open_relay
+from qmflask.relay import Line, Outcome, Relayed, StreamObserver, open_relay
 from qmflask.router import Router
+from qmflask.states import SERVING
 from qmflask.upstream import UpstreamRequest
-from qmflask.web import request_id
+from qmflask.web import auth, request_id
+
+
+class WebsocketUnsupported(QmflaskError):
+    """Raised for a websocket where the WSGI server does not show us the client's socket."""
+
+    status, code = 501, "websocket_unsupported"
+
 
 #: A client that sends nothing of a body it has begun for this long will not send the rest either.
 READ_SECONDS = 60.0
@@ -31,7 +38,7 @@ class Visit:
     """Owns the request's slot, watched socket, body, lease and record; `end` gives them back, once."""
 
     def __init__(self, router: Router, environ: dict[str, Any], key: ApiKey | None, path: str) -> None:
-        """Raises Overloaded. `path` is the path that the model server will see."""
+        """Raises Overloaded, WebsocketUnsupported, Forbidden. `path` is the path that the model server will see."""
         self.router = router
         self.live = router.live
         self.environ = environ
@@ -45,16 +52,42 @@ class Visit:
         self.on_end: Callable[[], None] | None = None
         self._moves: Moves | None = None
         self._ended = False
-        self._sock: socket.socket | None = None
+        self._sock = client_socket(environ)
+        self.websocket = asks_for_websocket(environ)
+        if self.websocket:
+            self._check_websocket()
         router.take_slot()
         try:
-            self._sock = client_socket(environ)
             if self._sock is not None:
                 router.hangups.watch(self._sock, self.client)
                 set_timeout(self._sock, READ_SECONDS)
         except BaseException:
             router.free_slot()
             raise
+
+    def _check_websocket(self) -> None:
+        auth.check_websocket(self.key, self.environ)
+        if self._sock is None:
+            raise WebsocketUnsupported(
+                "websockets need a WSGI server that hands over the connection, as gunicorn does; "
+                "under this one, connect to the model server itself: /running tells its address"
+            )
+
+    def as_guest(self, model: str) -> str | None:
+        """Where a loaded model listens, for an ignored websocket, which takes no lease; None for other requests.
+
+        Raises Conflict, ShuttingDown.
+        """
+        if not (self.websocket and self.live.config.models[model].compat.ignore_websockets):
+            return None
+        row = self.router.process_of(model)
+        if row is None or row.state not in SERVING or row.proxy is None:
+            raise Conflict(f"{model} is not loaded: ignored websocket requests cannot start it")
+        self.router.departures.welcome(self.client)
+        if self.on_end is not None:  # it is no load on the target that a selector chose
+            self.on_end()
+            self.on_end = None
+        return row.proxy
 
     def record(self) -> None:
         """Have this request recorded (activity, in-flight list, capture, access line)."""
@@ -113,6 +146,7 @@ class Visit:
             on_end=self.end,
             observer=self.recording if self._moves is None else self._moves,
             extra_headers=headers,
+            line=self._line() if self.websocket else None,
         )
         if relayed.small:
             # Most clients close as soon as they have the answer: the watcher would wake for nothing.
@@ -120,6 +154,10 @@ class Visit:
         else:
             self.writing()
         return relayed
+
+    def _line(self) -> Line | None:
+        environ = self.environ
+        return Line(self._sock, lambda: read_ahead(environ)) if self._sock is not None else None
 
     def writing(self) -> None:
         """A long answer begins: whether its client stalls is for the watcher to say, a timeout would cut slow ones."""
@@ -129,9 +167,7 @@ class Visit:
     def answer_headers(self, model: str, lease: Lease | None = None) -> list[Header]:
         """Our own headers of an answer: what served it, whether it paid for a load, how long it waited."""
         headers = [("X-QM-Request-Id", self.id), ("X-QM-Model", header_text(model))]
-        if lease is not None:
-            headers += [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
-        return headers
+        return headers if lease is None else headers + load_headers(lease)
 
     def end(self, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
         """Give everything back; idempotent."""
@@ -153,6 +189,7 @@ class Visit:
 
     def _leave(self, outcome: Outcome | None, error: BaseException | None) -> None:
         self.router.free_slot()
+        self.router.departures.part(self.client)
         request_id.forget()
         if self.on_end is not None:
             self.on_end()
@@ -192,6 +229,11 @@ class Moves:
         self._lease.moved_at = time.monotonic_ns()
         if self._then is not None:
             self._then.feed(data)
+
+
+def load_headers(lease: Lease) -> list[Header]:
+    """Whether a request paid for a load, and how long it waited."""
+    return [("X-QM-Loaded", str(int(lease.paid))), ("X-QM-Wait-Ms", str(round(lease.wait_ms)))]
 
 
 def _settle(recording: Recording, outcome: Outcome | None, error: BaseException | None) -> None:

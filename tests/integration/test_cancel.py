@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import json
+import signal
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.service import Service, eventually
+from tests.integration.conftest import StartService
+from tests.service import Service, Stream, eventually
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +23,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = Service(tmp_path_factory.mktemp("cancel"), {}, workers=2, threads=32)
     models = {name: {"cmd": service.fake(name), "estVramGB": 9} for name in ("alpha", "beta")}
     models["slow"] = {"cmd": service.fake("slow", load_time=3600), "estRamGB": 1}
+    models["thinks"] = {**models["slow"], "cmd": service.fake("thinks", load_time=3600), "sendLoadingState": True}
     service.write_config({"vramBudgetGB": 16, "ramBudgetGB": 99, "models": models})
     service.start()
     yield service
@@ -102,10 +107,48 @@ def test_cancelling_requests_of_any_worker(service: Service) -> None:
         for name in names:
             assert service.post(f"/api/inflight/{name}/cancel").status == 200
         for stream in streams:
-            with pytest.raises((OSError, http.client.HTTPException)):
-                list(stream)
+            assert told(stream) == "cancelled"
     finally:
         for stream in streams:
             stream.close()
     eventually(lambda: not service.leases(), "no lease is left")
     assert service.post("/api/inflight/cancel-0/cancel").status == 404
+
+
+def told(stream: Stream) -> str:
+    """The code of the error event that ends a stream which is then cut."""
+    payloads: list[str] = []
+    with pytest.raises((OSError, http.client.HTTPException)):
+        payloads.extend(stream)
+    return str(json.loads(payloads[-1])["error"]["code"])
+
+
+def test_cancelling_what_has_only_seen_loading_frames(service: Service) -> None:
+    with service.stream("thinks", headers={"X-Request-Id": "cancel-thinking"}) as stream:
+        assert "thinks" in next(iter(stream))
+        assert service.post("/api/inflight/cancel-thinking/cancel").status == 200
+        assert told(stream) == "cancelled"
+
+
+def test_cancelling_before_the_headers(service: Service) -> None:
+    service.chat("alpha")
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"X-Fake": "header_delay=60", "X-Request-Id": "cancel-early"}
+        waiting = pool.submit(service.chat, "alpha", headers=headers)
+        where = "SELECT 1 FROM requests WHERE public_id = 'cancel-early' AND state = 'granted'"
+        eventually(lambda: service.query(where), "it is asked")
+        assert service.post("/api/inflight/cancel-early/cancel").status == 200
+        assert (waiting.result().status, waiting.result().code) == (499, "cancelled")
+
+
+def test_the_end_of_the_service_is_told_to_those_it_cuts(start_service: StartService) -> None:
+    """Before gunicorn kills the worker they are served by, which could tell nobody."""
+    service = start_service(
+        lambda s: {"models": {"alpha": {"cmd": s.fake("alpha")}}}, workers=2, args=("--graceful-timeout", "3")
+    )
+    with service.stream("alpha", headers={"X-Fake": "chunks=1000,interval=0.05"}) as stream:
+        next(iter(stream))
+        service.signal(signal.SIGTERM)
+        assert told(stream) == "shutting_down"
+    assert service.process is not None
+    service.process.wait(30)

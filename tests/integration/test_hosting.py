@@ -48,6 +48,12 @@ def swaps_and_streams(service: Service) -> None:
     assert stream.arrivals[-1] - stream.arrivals[0] > 200_000_000
 
 
+def refuses_websockets(service: Service) -> None:
+    """Where the server keeps the connection to itself."""
+    reply = service.get("/upstream/beta/ws", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+    assert (reply.status, reply.code) == (501, "websocket_unsupported")
+
+
 def start_other(folder: Path, *server: str) -> Other:
     service = Other(folder, {}, workers=1)
     service.server = server
@@ -61,6 +67,7 @@ def test_waitress(tmp_path: Path) -> None:
     try:
         service.start()
         swaps_and_streams(service)
+        refuses_websockets(service)
         service.stop()
         # After TERM waitress is simply gone; the models are there for the next start, which adopts them.
         (pid,) = service.processes()
@@ -112,6 +119,7 @@ def test_uwsgi(tmp_path: Path) -> None:
     try:
         service.start()
         swaps_and_streams(service)
+        refuses_websockets(service)
         service.stop()
         eventually(lambda: not service.processes(), "the last worker stops the models")
     finally:

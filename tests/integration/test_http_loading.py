@@ -92,7 +92,8 @@ def test_comment_frames(service: Service, path: str) -> None:
     comments = [line for line in data.decode().split("\n") if line.startswith(":")]
     assert comments[0] == ": qm-status: waiting 1"
     assert any(line.startswith(": qm-status: loading ") and line.endswith("s") for line in comments)
-    assert comments[-1] == ": qm-status: ready"
+    assert comments[-3:-1] == [": qm-status: ready", ": X-QM-Loaded: 1"]
+    assert int(comments[-1].removeprefix(": X-QM-Wait-Ms: ")) >= 1000
     assert "I am comment." in data.decode()
 
 

@@ -76,11 +76,24 @@ def test_prefixes_are_removed(service: Service) -> None:
 
 def test_wrong_methods_and_unknown_paths(service: Service) -> None:
     reply = service.get("/v1/chat/completions")
-    assert reply.status == 405
-    assert "POST" in (reply.header("Allow") or "")
+    assert (reply.status, reply.header("Allow"), reply.body) == (405, "POST", b"Method Not Allowed")
     assert "text/plain" in (reply.header("Content-Type") or "")
+    assert service.post("/v1/models", b"").header("Allow") == "GET, HEAD"
+    assert service.request("PUT", "/v1/audio/voices", b"").header("Allow") == "GET, HEAD, POST"
     reply = service.get("/v1/nothing")
     assert (reply.status, reply.body) == (404, b"404 page not found")
+
+
+def test_head_of_what_never_ends(service: Service) -> None:
+    for _ in range(6):  # more often than there are streams for pages
+        for path in ("/logs/stream", "/api/events"):
+            reply = service.request("HEAD", path)
+            assert (reply.status, reply.body) == (200, b"")
+
+
+def test_the_machine(service: Service) -> None:
+    found = service.get("/api/hardware").json()
+    assert found["cpu"]["threads"] >= 1 and found["system"]["os"] == "Linux" and found["accelerators"] == []
 
 
 def test_preflights(service: Service) -> None:
@@ -108,6 +121,11 @@ def test_paths_are_cleaned(service: Service, path: str, clean: str) -> None:
     assert (reply.status, reply.header("Location")) == (307, clean)
 
 
+def test_the_way_to_the_page(service: Service) -> None:
+    found = [(reply.status, reply.header("Location")) for reply in map(service.get, ("/", "/ui"))]
+    assert found == [(302, "/ui"), (307, "/ui/")]
+
+
 def test_upstream_passes_everything_as_it_is(service: Service) -> None:
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "PROPFIND"):
         reply = service.request(method, "/upstream/echo/a%2Fb/%7e?q=%20", b'{"model":  "zz"}', {"Content-Type": "a/b"})
@@ -120,10 +138,21 @@ def test_upstream_passes_everything_as_it_is(service: Service) -> None:
     assert service.get("/upstream/echo?a=b").header("Location") == "/upstream/echo/?a=b"
 
 
-def test_websockets_are_refused_clearly(service: Service) -> None:
-    headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
-    reply = service.get("/upstream/asleep/ws", headers=headers)
-    assert (reply.status, reply.code) == (501, "websocket_unsupported")
+@pytest.mark.parametrize(
+    ("method", "headers"),
+    [
+        ("POST", {"Connection": "Upgrade", "Upgrade": "websocket"}),
+        ("GET", {"Upgrade": "websocket"}),
+        ("GET", {"Connection": "Upgrade", "Upgrade": "h2c"}),
+        ("GET", {"Connection": "Upgrade", "Upgrade": "websocket"}),
+    ],
+)
+def test_what_only_a_websocket_may_ask_of_the_server(service: Service, method: str, headers: dict[str, str]) -> None:
+    """The model server here knows none, and answers as usual."""
+    reply = service.request(method, "/upstream/echo/ws", headers=headers)
+    assert reply.status == 200
+    seen = {name.lower() for name, _ in reply.json()["headers"]}
+    assert ("upgrade" in seen) == (method == "GET" and len(headers) == 2 and headers["Upgrade"] == "websocket")
 
 
 def test_ignored_paths_load_nothing(service: Service) -> None:

@@ -263,7 +263,7 @@ def test_a_client_that_is_gone_before_the_headers(relay: Relay) -> None:
     assert relay.end.gone == "gone" and relay.end.error is None
 
 
-@pytest.mark.parametrize("reason", ["gone", "cancelled"])
+@pytest.mark.parametrize("reason", ["gone", "stalled"])
 def test_a_client_that_leaves_amid_the_answer(relay: Relay, reason: str) -> None:
     cut = threading.Event()
 
@@ -284,6 +284,56 @@ def test_a_client_that_leaves_amid_the_answer(relay: Relay, reason: str) -> None
         assert cut.wait(WAIT)
         close(relayed)
     assert relay.end.gone == reason and not relay.end.complete and relay.end.error is None
+
+
+@pytest.mark.parametrize("head", [SSE, RAW])
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [("cancelled", "cancelled"), ("shutting_down", "shutting_down"), ("idle", "model_unloaded")],
+)
+def test_a_client_that_is_sent_away_is_told_why(relay: Relay, head: bytes, reason: str, code: str) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_request(sock)
+        sock.sendall(head + chunk(b"data: 0\n"))
+        assert closed_by_peer(sock)
+
+    with Server(handler) as server:
+        relayed = relay.open(server)
+        body = iter(relayed.body)
+        while not next(body):
+            pass
+        relay.client.cancel(reason)
+        if head is SSE:
+            event = next(body)
+            assert event.startswith(b"\n\nevent: error\ndata: {") and json.loads(event[21:])["error"]["code"] == code
+            assert relay.client.writing_since is not None, "a client that does not take it is noticed"
+        with pytest.raises(ConnectionResetError):
+            next(body)
+        close(relayed)
+    end = relay.end
+    assert not end.complete
+    if reason == "cancelled":
+        assert (end.gone, end.error) == ("cancelled", None), "what somebody asked for is no failure"
+    else:
+        assert end.gone is None and end.error is not None and end.error.code == code
+
+
+def test_an_idle_upstream_is_told_like_one_that_breaks(relay: Relay) -> None:
+    def handler(sock: socket.socket) -> None:
+        read_request(sock)
+        sock.sendall(SSE + chunk(b"data: 0\n\n"))
+        assert closed_by_peer(sock)
+
+    with Server(handler) as server:
+        data, error = drain(relay.open(server, timeouts=Timeouts(idle=0.2)))
+    assert b"event: error\n" in data and b"upstream_timeout" in data and isinstance(error, ConnectionResetError)
+
+
+def test_a_client_that_is_sent_away_before_the_headers(relay: Relay) -> None:
+    relay.client.cancel("shutting_down")
+    with Server(answering(JSON)) as server, pytest.raises(ClientGone):
+        relay.open(server)
+    assert relay.end.error is not None and relay.end.error.code == "shutting_down" and relay.end.gone is None
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -225,7 +225,7 @@ def test_phone_keyboard_and_empty_states(start_service: StartService, open_page:
     assert "unsafe" not in policy
     assert "<script>" not in reply.body.decode()
     assert b"style=" not in reply.body
-    for path, status in (("/ui", 302), ("/", 302), ("/ui/models", 200), ("/ui/nope.js", 404), ("/favicon.ico", 200)):
+    for path, status in (("/ui", 307), ("/", 302), ("/ui/models", 200), ("/ui/nope.js", 404), ("/favicon.ico", 200)):
         assert service.get(path).status == status
     assert service.get("/ui/static/x/..%2f..%2fui.py").status == 404
 
