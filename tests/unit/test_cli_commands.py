@@ -117,6 +117,9 @@ def test_doctor_on_a_floor_that_looks_wrong() -> None:
     assert not list(growth({}, "http://box")), "nothing was sampled yet"
 
 
+SERVICE = {"leader": None, "config_error": "", "profile": None}
+
+
 def test_ps_says_where_a_charge_comes_from() -> None:
     def model(name: str, pool: str, charged: int, origin: str, configured: int = 0) -> dict[str, object]:
         size = {"charged": {pool: charged * GIB}, "origin": {pool: origin}, "configured": {pool: configured * GIB}}
@@ -129,7 +132,7 @@ def test_ps_says_where_a_charge_comes_from() -> None:
         model("d", "vram", 0, "unknown"),
         {**model("e", "vram", 0, "unknown"), "removed": True, "size": None},
     ]
-    body = {"models": models, "requests": [], "memory": {"pools": {}}, "service": {"leader": None, "config_error": ""}}
+    body = {"models": models, "requests": [], "memory": {"pools": {}}, "service": SERVICE}
     told = {line.split()[0]: line for line in ps_lines(body)[1:6]}
     assert "  9.0 measured, 8.0 configured  " in told["a"] and "  5.0 measured  " in told["b"]
     assert "  6.0 configured  " in told["c"]
