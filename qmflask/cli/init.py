@@ -16,6 +16,7 @@ from qmflask.cli.service import json_option, print_json
 from qmflask.cli.table import GIB, size, table
 from qmflask.config import ConfigError, Source, load
 from qmflask.host import Host
+from qmflask.memory.estimate import Estimate
 from qmflask.memory.gguf import GGUFError
 from qmflask.modelfiles import read_model
 
@@ -141,9 +142,14 @@ def _document(entries: list[Entry], target: Path | None, text: str, left_out: li
     return {"file": str(target) if target else None, "models": models, "left_out": left_out, "text": text}
 
 
+def _figures(estimate: Estimate) -> tuple[str, str]:
+    vram, ram = (size(count) if count else "-" for count in (estimate.vram, estimate.ram))
+    return vram, ram
+
+
 def _tell(entries: list[Entry], target: Path) -> None:
     rows = [
-        (entry.name, entry.kind, entry.pool, str(entry.context), size(entry.estimate.vram), size(entry.estimate.ram))
+        (entry.name, entry.kind, entry.pool, str(entry.context), *_figures(entry.estimate))
         if entry.estimate
         else (entry.name, entry.kind, "too large", "-", "-", "-")
         for entry in entries

@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sse-ping-interval", type=int, default=30)
     for switch in ("--embeddings", "--rerank", "--swa-full", "--no-repack", "--no-warmup", "--metrics"):
         add(switch, action="store_true")
+    add("--reranking", dest="rerank", action="store_true")
     add("-kvu", "--kv-unified", action="store_true")
     add("--jinja", action=argparse.BooleanOptionalAction, default=True)
     return flags
