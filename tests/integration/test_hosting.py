@@ -200,19 +200,23 @@ def test_the_sync_worker_serves_and_warns(start_service: StartService) -> None:
     assert service.log().count("sync worker serves") == 1
 
 
-def test_gunicorns_own_threads_by_themselves_and_behind_nginx(start_service: StartService, tmp_path: Path) -> None:
+def test_gunicorns_own_threads_behind_nginx_by_tcp_and_by_file(start_service: StartService, tmp_path: Path) -> None:
     socket_path = tmp_path / "http.sock"
     service = start_service(two, args=("--worker-class", "gthread", "--bind", f"unix:{socket_path}"))
-    swaps_and_streams(service)
     behind(service, tmp_path / "tcp", f"127.0.0.1:{service.port}")
     behind(service, tmp_path / "file", socket_path)
 
 
-def test_our_worker_behind_nginx(start_service: StartService, tmp_path: Path) -> None:
-    socket_path = tmp_path / "http.sock"
-    service = start_service(two, args=("--bind", f"unix:{socket_path}"))
-    behind(service, tmp_path / "tcp", f"127.0.0.1:{service.port}")
-    behind(service, tmp_path / "file", socket_path)
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd is not installed")
+    unit = (REPO / "conf" / "qmflask.service").read_text()
+    assert unit.count("/opt/qmflask/.venv/bin/qmflask") == 1
+    path = tmp_path / "qmflask.service"
+    path.write_text(unit.replace("/opt/qmflask/.venv/bin/qmflask", sys.executable))
+    done = subprocess.run([program, "verify", "--man=no", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_application_is_found_where_passenger_looks(tmp_path: Path) -> None:
