@@ -13,6 +13,7 @@ from unicodedata import east_asian_width
 
 import click
 
+from qmflask.cli.table import plural
 from qmflask.config import Config, ConfigError, LaunchError, Model, Problem, Report, analyse
 from qmflask.config.units import show_size
 from qmflask.config.view import view
@@ -85,13 +86,9 @@ def _print_text(report: Report) -> None:
     errors, warnings = len(report.errors), len(report.warnings)
     models = len(report.config.models) if report.config else 0
     click.secho(
-        f"{_count(errors, 'error')}, {_count(warnings, 'warning')}, {_count(models, 'model')}",
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}, {plural(models, 'model')}",
         fg="red" if errors else "yellow" if warnings else "green",
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _print_problem(problem: Problem) -> None:

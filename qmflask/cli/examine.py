@@ -15,7 +15,7 @@ from typing import Any
 
 from qmflask import __version__, processes
 from qmflask.cli.findings import Finding, fail, ok, warn
-from qmflask.cli.table import GIB, size
+from qmflask.cli.table import GIB, plural, size
 from qmflask.config import Config, ConfigError, LaunchError, Model
 from qmflask.configfiles import load_path
 from qmflask.gpu import Amd, Nvml
@@ -48,18 +48,14 @@ def configuration(source: Path) -> tuple[Config | None, list[Finding]]:
     try:
         loaded = load_path(source, os.environ)
     except ConfigError as error:
-        count = len(error.problems)
-        return None, [
-            fail("configuration", f"{source}: {count} errors, the first: {error.problems[0].text()}", _check(source))
-        ]
+        text = f"{plural(len(error.problems), 'error')}, the first: {error.problems[0].text()}"
+        return None, [fail("configuration", f"{source}: {text}", _check(source))]
     found = []
     if loaded.warnings:
-        first = loaded.warnings[0].text()
-        found = [
-            warn("configuration", f"{source}: {len(loaded.warnings)} warnings, the first: {first}", _check(source))
-        ]
+        text = f"{plural(len(loaded.warnings), 'warning')}, the first: {loaded.warnings[0].text()}"
+        found = [warn("configuration", f"{source}: {text}", _check(source))]
     if not found:
-        found = [ok("configuration", f"{source}: {len(loaded.config.models)} models")]
+        found = [ok("configuration", f"{source}: {plural(len(loaded.config.models), 'model')}")]
     return loaded.config, found
 
 
@@ -92,32 +88,38 @@ def state(folder: Path) -> Iterator[Finding]:
 
 
 def commands(config: Config) -> Iterator[Finding]:
-    """Each model's program and model file."""
-    bad = False
+    """Each model's program and model file; what many of them lack is said once."""
+    faults: dict[tuple[str, str], list[str]] = {}
     for model in config.models.values():
-        for finding in _command(model):
-            bad = True
-            yield finding
-    if config.models and not bad:
+        for fault in _command(model):
+            faults.setdefault(fault, []).append(model.id)
+    for (text, mend), names in faults.items():
+        yield fail(f"model {', '.join(names)}", text, mend)
+    if config.models and not faults:
         yield ok("models", "every program and model file is there")
 
 
-def _command(model: Model) -> Iterator[Finding]:
-    topic = f"model {model.id}"
+def _command(model: Model) -> Iterator[tuple[str, str]]:
+    """What a model's command lacks, and how to mend it."""
     try:
         launch = model.launch()
     except LaunchError as error:
-        yield fail(topic, str(error), "correct its cmd")
+        yield str(error), "correct its cmd"
         return
     path = os.pathsep.join(
         [launch.env.get("PATH") or os.environ.get("PATH", os.defpath), os.path.join(sys.prefix, "bin")]
     )
-    if shutil.which(launch.argv[0], path=path) is None:
-        yield fail(topic, f"{launch.argv[0]} is not in PATH", "install it, or write its whole path into cmd")
+    program = launch.argv[0]
+    if shutil.which(program, path=path) is None:
+        if os.path.dirname(program):
+            what = "may not be executed" if os.path.exists(program) else "does not exist"
+            yield f"{program} {what}", "correct the path in cmd, or install it there"
+        else:
+            yield f"{program} is not in PATH", "install it, or write its whole path into cmd"
     wanted = read_command(launch.argv, launch.env)
     for file in (wanted.model, wanted.projector, wanted.draft) if wanted else ():
         if file and os.path.isabs(file) and not os.path.exists(file):
-            yield fail(topic, f"{file} does not exist", "correct the path in its cmd")
+            yield f"{file} does not exist", "correct the path in its cmd"
 
 
 def cards() -> tuple[Card, ...]:

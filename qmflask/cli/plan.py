@@ -27,7 +27,7 @@ from qmflask.policy.rules import make_rules
 )
 @click.option("--running", default="", help="Models that run, coldest first, separated by commas.")
 @click.option("--ceiling", type=float, help="The live VRAM ceiling in GiB.")
-@click.option("--cases", type=click.Path(path_type=Path, exists=True), help="Answer all cases of a JSON file.")
+@click.option("--cases", type=click.Path(path_type=Path), help="Answer all cases of a JSON file.")
 @url_option
 @json_option
 def command(
@@ -46,7 +46,11 @@ def command(
     Exit code: 0 answered, 1 no answer, 2 wrong usage, 3 no service.
     """
     if cases is not None:
-        _print_cases(_answer_cases(json.loads(cases.read_text(encoding="utf-8"))), as_json)
+        try:
+            answers = _answer_cases(json.loads(cases.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise click.ClickException(f"{cases} cannot be answered: {error!r}") from None
+        _print_cases(answers, as_json)
         return
     if not model:
         raise click.UsageError("name a MODEL, or give --cases")

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     for switch in ("--embeddings", "--rerank", "--swa-full", "--no-repack", "--no-warmup", "--metrics"):
         add(switch, action="store_true")
     add("--load-mode", choices=("none", "mmap"), default="mmap")
+    add("--reranking", dest="rerank", action="store_true")
     add("-kvu", "--kv-unified", action="store_true")
     add("--jinja", action=argparse.BooleanOptionalAction, default=True)
     return flags

@@ -49,6 +49,24 @@ def test_strict_fails_for_warnings(tmp_path: Path) -> None:
     assert run("check", path, "--strict").exit_code == 1
 
 
+@pytest.mark.parametrize("text", ["", "models: {}", "startPort: 7000\r\n"])
+def test_a_file_without_models_says_how_to_add_one(tmp_path: Path, text: str) -> None:
+    result = run("check", file(tmp_path, text))
+    assert result.exit_code == 0 and "warning: " in result.output and "there are no models" in result.output
+    assert "qmflask init FOLDER" in result.output and result.output.endswith("0 errors, 1 warning, 0 models\n")
+
+
+def test_models_of_a_peer_are_models(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, "peers: {big: {proxy: 'http://h:1', models: [x]}}"))
+    assert "no models" not in result.output, result.output
+
+
+def test_line_ends_of_windows(tmp_path: Path) -> None:
+    text = "models:\n  a:\n    cmd: |\n      run --port ${PORT} \\\n        # why\n        --name a\n"
+    plain, windows = (run("check", file(tmp_path, t)).output for t in (text, "\ufeff" + text.replace("\n", "\r\n")))
+    assert "run --port 5800 --name a\n" in plain and windows == plain
+
+
 def test_json(tmp_path: Path) -> None:
     result = run("check", file(tmp_path, GOOD + "logLevel: loud\napiKeys: [k]\nperformance: {every: 75s}"), "--json")
     assert result.exit_code == 0

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from qmflask.app import _speaks_for_all
 from qmflask.cli import COMMANDS, main
-from qmflask.cli.examine import configuration, growth, nginx, ports, state
+from qmflask.cli.examine import commands, configuration, growth, nginx, ports, state
 from qmflask.cli.examine import memory as memory_findings
 from qmflask.cli.example import FILES
 from qmflask.cli.plan import _lines as plan_lines
 from qmflask.cli.ps import lines as ps_lines
 from qmflask.cli.serve import arguments
+from qmflask.cli.service import Service
 from qmflask.cli.table import span, table
 from qmflask.config import Source, load
 from qmflask.journal import Journal
@@ -45,6 +48,40 @@ def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None
     path.write_text("models: {a: {}}\n")
     result = CliRunner().invoke(main, ["serve", "--config", str(path)])
     assert result.exit_code == 1 and "the configuration has errors" in result.output and "models.a" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--config"),
+        ("check",),
+        ("estimate",),
+        ("estimate", "--config"),
+        ("plan", "a", "--config"),
+        ("plan", "--cases"),
+        ("init",),
+    ],
+)
+def test_what_is_not_there_is_a_failure_and_not_wrong_usage(tmp_path: Path, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [*words, str(tmp_path / "none")])
+    assert result.exit_code == 1 and "none" in result.output and isinstance(result.exception, SystemExit), result
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:abc", "http://h:99999", "unix:x", ""])
+def test_addresses_that_are_none(url: str) -> None:
+    result = CliRunner().invoke(main, ["load", "x", "--url", url])
+    assert result.exit_code == 2 and "is no address" in result.output, result.output
+
+
+def test_an_address_may_lack_its_scheme() -> None:
+    assert [Service(url).url for url in ("localhost:80", "https://h/llm/")] == ["http://localhost:80", "https://h/llm"]
+
+
+def test_the_first_worker_speaks_for_those_that_start_with_it() -> None:
+    def worker(age: int) -> SimpleNamespace:
+        return SimpleNamespace(age=age, cfg=SimpleNamespace(workers=2))
+
+    assert [_speaks_for_all(w) for w in (worker(1), worker(2), worker(3), object())] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -89,6 +126,25 @@ def test_doctor_on_configurations(tmp_path: Path) -> None:
     path.write_text("models: {a: {cmd: 'sleep ${PORT}'}}\nwhat: 1\n")
     config, findings = configuration(path)
     assert config is not None and grades(findings) == ["warn"] and "what" in findings[0].text
+
+
+def test_doctor_on_commands(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lines = {
+        "a": "nowhere-to-be-found",
+        "b": "nowhere-to-be-found",
+        "c": f"{tmp_path}/none",
+        "d": f"{tmp_path}/file",
+        "e": f"{sys.executable} -m /none.gguf",
+    }
+    text = "".join(f"  {name}: {{cmd: '{cmd} ${{PORT}}'}}\n" for name, cmd in lines.items())
+    config = load([Source("f", f"models:\n{text}")], {}).config
+    assert [(finding.topic, finding.text) for finding in commands(config)] == [
+        ("model a, b", "nowhere-to-be-found is not in PATH"),
+        ("model c", f"{tmp_path}/none does not exist"),
+        ("model d", f"{tmp_path}/file may not be executed"),
+        ("model e", "/none.gguf does not exist"),
+    ]
 
 
 def test_doctor_on_budgets() -> None:

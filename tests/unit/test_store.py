@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sqlite3
@@ -484,3 +485,19 @@ def test_nobody_waits_for_the_default_model_once_its_load_is_under_way(store: St
     admission.enqueue(store, arrival(), "queued")
     with store.read() as tx:
         assert scheduling.wanted(tx, "ant")
+
+
+def test_a_load_that_nobody_asked_for_is_not_given_up_in_silence(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    activate(store, "night", "ant")
+    with store.write() as tx:
+        scheduling.queue_load(tx, "bee", NOW)
+        rows = [row.id for row in reading.requests(tx, "pending")]
+        with caplog.at_level(logging.WARNING):
+            assert scheduling.fail(tx, rows, errors.ModelProtected("cat is protected")) == set()
+    assert preloads(store) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "ant is not loaded for the profile: cat is protected",
+        "bee is not loaded for the idle box (defaultModel): cat is protected",
+    ]
