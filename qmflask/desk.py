@@ -82,7 +82,7 @@ class FrontDesk:
         with self._store.read() as tx:
             return reading.place(tx, request, model)
 
-    def end_lease(self, lease: Lease, tool_call: bool) -> None:
+    def end_lease(self, lease: Lease, tool_call: bool, answered: bool) -> None:
         """End a lease once, whatever the store says; a row that could not be removed goes when we reconcile."""
         with self._lock:
             if lease._ended:
@@ -91,7 +91,7 @@ class FrontDesk:
             self._leases.pop(lease.id, None)
         now = time.monotonic_ns()
         try:
-            if admission.release(self._store, lease.id, lease.model, now, _hold(lease, tool_call, now)):
+            if admission.release(self._store, lease.id, lease.model, now, _hold(lease, tool_call, now), answered):
                 self._wake_leader()
         except errors.QmflaskError as error:
             log.error("request %d: its lease could not be written off yet: %s", lease.id, error)

@@ -113,6 +113,7 @@ class Router:
             workers=self._worker_pids,
             on_elected=self._elected,
             on_turn=self._on_turn,
+            on_learned=self._learned,
         )
 
     def _surroundings(self) -> Surroundings:
@@ -451,6 +452,11 @@ class Router:
             more = [model for model in profile.preload if model not in config.preload] if profile else []
             scheduling.queue_preload(tx, [*config.preload, *more], self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
+
+    def _learned(self, store: Store) -> None:
+        """A size was learned: the next decision counts with it, ours and that of the other workers."""
+        self._configuration.refresh(store)
+        self._spread(store)
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:
         error = self._configuration.look(store, now)
