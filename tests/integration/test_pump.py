@@ -180,25 +180,6 @@ def test_nothing_listens_to_the_client_afterwards(carrier: Carrier) -> None:
     eventually(lambda: not carrier.client._callbacks, "nobody listens to the client any more")
 
 
-def test_hanging_up_waits_for_a_client_that_closes_soon(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "LINGER_SECONDS", WAIT)
-    carrier.near.sendall(b"last")
-    carrier.user.sendall(b"still talking")
-    done = threading.Thread(target=pump.hang_up, args=(carrier.near,), kwargs={"linger": True})
-    done.start()
-    assert read(carrier.user, 5) == b"last", "no reset takes it away"
-    carrier.user.close()
-    done.join()
-    assert carrier.near.fileno() >= 0, "closing it is the server's business"
-
-
-def test_hanging_up_does_not_wait_for_ever(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump, "LINGER_SECONDS", 0.05)
-    pump.hang_up(carrier.near, linger=True)
-    pump.hang_up(carrier.near, linger=True)
-    assert carrier.user.recv(1) == b""
-
-
 def test_over_tls(tmp_path: Path) -> None:
     """Records that are larger than what poll sees, and wants that are no errors."""
     pem = tmp_path / "both.pem"
