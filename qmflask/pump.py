@@ -108,7 +108,7 @@ class Pump:
                 return self._leave(up)
             if down.refused or (up.ended and not up.refused):
                 return False  # the client has left; all that it sent before has been taken
-            if down.ended and not down.rest:
+            if down.ended:
                 return True
             self._await(near, reads=not up.rest and not up.ended, writes=bool(down.rest))
             self._await(far, reads=not down.rest and not down.ended, writes=bool(up.rest))
