@@ -294,6 +294,7 @@ class Recording:
                     "tokens_in": record.prompt if record.prompt > 0 else None,
                     "tokens_out": record.generated if record.generated > 0 else None,
                     "tokens_cached": record.cached if record.cached > 0 else None,
+                    "asked": self.name if self.name != record.model else None,
                     "error": record.error_msg,
                 },
             ),

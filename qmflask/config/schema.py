@@ -226,11 +226,11 @@ class MatrixSection(Section):
 
     legacy: ClassVar[dict[str, str]] = {"var": "only `vars` works"}
 
-    sets: dict[str, Text] = option(
+    sets: dict[str, Text | None] = option(
         dict, "Named sets in order of preference: `a & (b | c)`; `+other` is another set.", {"work": "coder & embed"}
     )
-    vars: dict[str, Text] = option(dict, "Short names for model ids inside expressions.", {"q": "org/qwen"})
-    evict_costs: dict[str, Int] = option(
+    vars: dict[str, Text | None] = option(dict, "Short names for model ids inside expressions.", {"q": "org/qwen"})
+    evict_costs: dict[str, Int | None] = option(
         dict, "Cost of stopping a model, by id or var; the cheapest set wins.", {"coder": 10}, alias="evict_costs"
     )
 
@@ -295,7 +295,12 @@ class ProfileSection(Section):
     pins: dict[str, ItemText | None] = option(
         dict, "Name to target; an empty target disables the name.", {"chat": "qwen-long"}
     )
-    preload: list[ItemText] = option(list, "Models to load when the profile becomes active.", ["qwen-long"], ours=True)
+    preload: list[ItemText] = option(
+        list,
+        "Models, aliases or groups to load when the profile becomes active, and at a start with it.",
+        ["qwen-long"],
+        ours=True,
+    )
     default_model: Text = option("", "Overrides the global `defaultModel` while active.", "qwen-long", ours=True)
 
 

@@ -16,6 +16,8 @@ from qmflask.store.counters import Sum, Tally
 
 VERSION = 1
 _SIZES = ("page_count", "freelist_count", "page_size")
+#: Records, and pages, that one step of a pruning removes.
+_SLICE = 500
 
 SCHEMA = (
     """
@@ -214,32 +216,49 @@ class ActivityStore:
             counters.write(tx, tally)
 
     def prune(self, keep: Retention, now: float) -> None:
-        """Delete what is too old or too much, oldest first, and give the space back."""
+        """Delete what is too old or too much, oldest first, and give the space back; in slices, so that neither
+        writers nor readers wait for more than one of them."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
             self._prune_captures(tx, keep.capture_bytes)
-            newest = tx.execute("SELECT COALESCE(MAX(id), 0) FROM records").fetchone()[0]
-            if keep.records:
-                self._delete_upto(tx, newest - keep.records)
-            if keep.days:
-                tx.execute("DELETE FROM records WHERE time < ?", (int(now - keep.days * 86400),))
-            if keep.bytes and (size := self._size(tx)) > keep.bytes:
-                oldest = tx.execute("SELECT COALESCE(MIN(id), 0) FROM records").fetchone()[0]
-                part = min(1.0, (size - keep.bytes) / size + 0.1)
-                self._delete_upto(tx, oldest + int((newest - oldest + 1) * part) - 1)
-            tx.execute("DELETE FROM captures WHERE record NOT IN (SELECT id FROM records)")
             tx.execute("DELETE FROM performance WHERE time < ?", (now - 3600,))
+            upto = self._surplus(tx, keep)
+        self._delete("id <= ?", upto)
+        if keep.days:
+            self._delete("time < ?", int(now - keep.days * 86400))
+        while self._vacuum():
+            pass
+
+    def _surplus(self, tx: sqlite3.Connection, keep: Retention) -> int:
+        """The newest record that is too much; 0 if none is."""
+        oldest, newest = tx.execute("SELECT COALESCE(MIN(id), 1), COALESCE(MAX(id), 0) FROM records").fetchone()
+        upto: int = newest - keep.records if keep.records else 0
+        if keep.bytes and (size := self._size(tx)) > keep.bytes:
+            part = min(1.0, (size - keep.bytes) / size + 0.1)
+            upto = max(upto, oldest + int((newest - oldest + 1) * part) - 1)
+        return upto
+
+    def _delete(self, which: str, limit: int) -> None:
+        while True:
+            with self._transaction("BEGIN IMMEDIATE") as tx:
+                query = f"SELECT id FROM records WHERE {which} ORDER BY id LIMIT {_SLICE}"
+                ids = [(row[0],) for row in tx.execute(query, (limit,))]
+                tx.executemany("DELETE FROM records WHERE id = ?", ids)
+                tx.executemany("DELETE FROM captures WHERE record = ?", ids)
+            if len(ids) < _SLICE:
+                return
+
+    def _vacuum(self) -> bool:
+        """Give some free pages back; True while there are more."""
         with self._lock:
             try:
-                if self._connection is not None:
-                    # Not execute(), which stops after the first page; outside any transaction, as this must be.
-                    self._connection.executescript("PRAGMA incremental_vacuum")
+                if self._connection is None:
+                    return False
+                # Not execute(), which stops after the first page; outside any transaction, as this must be.
+                self._connection.executescript(f"PRAGMA incremental_vacuum({_SLICE})")
+                return bool(self._connection.execute("PRAGMA freelist_count").fetchone()[0])
             except sqlite3.Error as error:
                 self._drop()
                 raise ActivityError(f"{self.path}: {error}") from error
-
-    @staticmethod
-    def _delete_upto(tx: sqlite3.Connection, record: int) -> None:
-        tx.execute("DELETE FROM records WHERE id <= ?", (record,))
 
     @staticmethod
     def _size(tx: sqlite3.Connection) -> int:

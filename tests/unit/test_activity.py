@@ -110,7 +110,7 @@ def test_a_served_request_leaves_record_counters_capture_and_line() -> None:
     assert line.startswith('[INFO] 127.0.0.1 "POST /v1/chat/completions HTTP/1.1" 200 ')
     assert '"test/1"' in line
     assert " model=alpha wait_ms=12.5" in line
-    assert line.endswith("tokens_in=5 tokens_out=7 tokens_cached=2\n")
+    assert line.endswith("tokens_in=5 tokens_out=7 tokens_cached=2 asked=alias\n")
     assert "secret" not in line
 
 
