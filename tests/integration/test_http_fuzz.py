@@ -199,7 +199,9 @@ class Maker:
             "Host: x",
         ]
         lines += [f"{pick.choice(HEADERS)}: {pick.choice(VALUES)}" for _ in range(pick.randrange(5))]
-        lines += HANDSHAKE if pick.random() < 0.08 else []
+        if pick.random() < 0.08:
+            lines += HANDSHAKE
+            lines[0] = pick.choice([lines[0], "GET /upstream/ws/push?5 HTTP/1.1"])
         kind = pick.choice(KINDS)
         lines += [f"Content-Type: {kind}"] if kind else []
         body, whole = self.body(), True
