@@ -17,6 +17,10 @@ _SUFFIXES = (".yml", ".yaml")
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
+#: How many generations of the resolved configuration are kept.
+_KEPT = 4
+
+
 def read_sources(path: str | os.PathLike[str], config_dir: str | os.PathLike[str] | None = None) -> list[Source]:
     """The sources of a file, or of a folder's `*.yml` and `*.yaml` in byte order (compatibility 1.15).
 
@@ -89,6 +93,17 @@ def write_resolved(folder: str | os.PathLike[str], generation: int, config: Conf
 def read_resolved(folder: str | os.PathLike[str], generation: int) -> Config:
     """What `write_resolved` wrote. Raises OSError when it is gone, ValueError when it is not whole."""
     return Config.from_json(resolved_path(folder, generation).read_bytes())
+
+
+def forget_resolved(folder: str | os.PathLike[str], generation: int) -> None:
+    """Remove the resolved files that nobody will read any more, now that `generation` is in force: they may hold keys.
+
+    Those just before it may still be asked for by a worker that is behind, the one after it may be being published.
+    """
+    for path in Path(folder).glob("config-*.json"):
+        number = path.stem.removeprefix("config-")
+        if number.isdigit() and not generation - _KEPT < int(number) <= generation + 1:
+            path.unlink(missing_ok=True)
 
 
 def _check_apart(main: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qmflask import processes
 from qmflask.config import Config, ConfigError
-from qmflask.configfiles import fingerprint, load_path, read_resolved, write_resolved
+from qmflask.configfiles import fingerprint, forget_resolved, load_path, read_resolved, write_resolved
 from qmflask.names import Names
 from qmflask.policy.rules import Rules, make_rules
 from qmflask.processes import Identity
@@ -191,4 +191,7 @@ class Configuration:
 
     def _publish(self, store: Store, generation: int, mark: str, config: Config, master: str | None) -> int | None:
         write_resolved(self._state, generation + 1, config)
-        return admission.publish_configuration(store, generation, mark, master, str(self.source))
+        published = admission.publish_configuration(store, generation, mark, master, str(self.source))
+        if published is not None:
+            forget_resolved(self._state, published)
+        return published

@@ -61,6 +61,12 @@ class Roster:
         return not _any_lives(others) and _master() == self.master
 
 
+def lives(worker: str) -> bool:
+    """Whether the worker of that name runs."""
+    pid, _, ticks = worker.partition("-")
+    return pid.isdigit() and ticks.isdigit() and Identity(int(pid), int(ticks), processes.boot_id()).alive()
+
+
 def _any_lives(others: Iterable[Identity]) -> bool:
     """Whether one of them goes on living: who was killed a moment ago counts as alive until the kernel has done it."""
     deadline = time.monotonic() + DYING

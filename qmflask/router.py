@@ -26,7 +26,7 @@ from qmflask.leases import NO_WISHES, Ask, Lease, Pending
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children
-from qmflask.roster import Roster
+from qmflask.roster import Roster, lives
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
@@ -77,6 +77,7 @@ class Router:
         self._configuration.boot(self._store, self.master)
         self._admissions = Admissions(self._store)
         self._mailbox = Mailbox(state / "wake", self.worker)
+        self._mailbox.sweep(lives)
         self._children = Children()
         self.upstream = Upstream()
         self.hangups = HangupWatcher()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 #: What the receiver should look at first.
@@ -28,10 +29,7 @@ class Mailbox:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sender.setblocking(False)
-        try:
-            os.unlink(self._file(name), dir_fd=self._directory)
-        except FileNotFoundError:
-            pass
+        self._remove(name)
         self._socket.bind(self._address(name))
 
     def _file(self, name: str) -> str:
@@ -61,8 +59,14 @@ class Mailbox:
         except OSError:
             return
 
-    def remove(self, name: str) -> None:
-        """Remove the socket file of a dead worker."""
+    def sweep(self, lives: Callable[[str], bool]) -> None:
+        """Remove the socket files of workers that were killed: nobody else does."""
+        for file in os.listdir(self._directory):
+            name = file.removesuffix(".sock")
+            if name != file and not lives(name):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
         try:
             os.unlink(self._file(name), dir_fd=self._directory)
         except FileNotFoundError:
@@ -77,7 +81,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Remove our file and close the sockets."""
-        self.remove(self._name)
+        self._remove(self._name)
         self._socket.close()
         self._sender.close()
         os.close(self._directory)

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from qmflask.config import Config, ConfigError, Source, load
-from qmflask.configfiles import fingerprint, load_path, path_fault, read_resolved, read_sources, write_resolved
+from qmflask.configfiles import (
+    fingerprint,
+    forget_resolved,
+    load_path,
+    path_fault,
+    read_resolved,
+    read_sources,
+    write_resolved,
+)
 
 M = "models: {{{}: {{cmd: 'r ${{PORT}}'}}}}\n"
 
@@ -161,3 +169,13 @@ def test_resolved_file_is_private_and_whole(tmp_path: Path) -> None:
         read_resolved(tmp_path, 7)
     with pytest.raises(OSError, match="config-8"):
         read_resolved(tmp_path, 8)
+
+
+def test_old_resolved_files_go_for_they_may_hold_keys(tmp_path: Path) -> None:
+    config = merged(M.format("a"))
+    for generation in (1, 2, 7, 8, 9, 10, 11, 57):
+        write_resolved(tmp_path, generation, config)
+    (tmp_path / "config-x.json").touch()
+    forget_resolved(tmp_path, 10)
+    names = {entry.name for entry in tmp_path.iterdir()}
+    assert names == {"config-x.json", *(f"config-{generation}.json" for generation in (7, 8, 9, 10, 11))}

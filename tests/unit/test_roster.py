@@ -15,6 +15,7 @@ from qmflask import processes, roster
 from qmflask.processes import Identity
 from qmflask.roster import Roster
 from qmflask.store import Store, admission, prepare_state_directory, reading
+from qmflask.wake import Mailbox
 
 
 @pytest.fixture
@@ -91,6 +92,28 @@ def test_a_dying_worker_counts_as_dead(
         assert Roster(store).leave()
     finally:
         kernel.join()
+
+
+def test_who_lives_by_name(other: subprocess.Popen[bytes]) -> None:
+    identity = Identity.of(other.pid)
+    assert identity is not None
+    name = f"{identity.pid}-{identity.start_ticks}"
+    assert roster.lives(name)
+    assert not roster.lives(f"{identity.pid}-{identity.start_ticks + 1}"), "the pid is used again"
+    assert not roster.lives("no-worker")
+    other.kill()
+    other.wait()
+    assert not roster.lives(name)
+
+
+def test_a_new_worker_sweeps_away_what_the_killed_left(tmp_path: Path) -> None:
+    for name in ("dead.sock", "alive.sock", "README"):
+        (tmp_path / name).touch()
+    mailbox = Mailbox(tmp_path, "mine")
+    mailbox.sweep(lambda name: name in ("alive", "mine"))
+    assert {path.name for path in tmp_path.iterdir()} == {"alive.sock", "mine.sock", "README"}
+    mailbox.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"alive.sock", "README"}
 
 
 def test_without_its_master_nobody_ends_the_service(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
