@@ -4,8 +4,8 @@ Clients ask, stream and hang up; a monkey kills workers, leaders and models, sto
 logs. It fails if an answer was wrong or cut without a sign, if an error was none that asking again cures, if more
 models lived than the budget has room for or one lived twice, or if anything is left afterwards.
 
-Each storm prints a summary; all of them are in build/soak.json. The first one that finds something ends the series
-with exit code 1, and leaves the service's log and its model servers' events beside it.
+Each storm prints a summary; all of them are in build/soak.json, the last service's log beside it. The first storm that
+finds something ends the series with exit code 1, and leaves its model servers' events there, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -43,8 +44,8 @@ def one_storm(seed: int, minutes: float, every: float, clients: int) -> dict[str
         storm = Storm(Path(folder), seed, clients)
         problems = storm.run(60 * minutes, every)
         print(storm.figures(), flush=True)
+        (BUILD / "soak.log").write_text(storm.service.log())
         if problems:
-            (BUILD / "soak.log").write_text(storm.service.log())
             if storm.service.events_path.exists():
                 shutil.copy(storm.service.events_path, BUILD / "soak-events.jsonl")
             print("\n".join([*problems, f"the service's log is {BUILD}/soak.log"]), flush=True)
@@ -54,6 +55,7 @@ def one_storm(seed: int, minutes: float, every: float, clients: int) -> dict[str
 def main() -> int:
     """Storm after storm, and judge."""
     given = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service is ended, too
     BUILD.mkdir(exist_ok=True)
     results: list[dict[str, Any]] = []
     for number in range(given.times):

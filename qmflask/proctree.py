@@ -302,6 +302,14 @@ def tokens(prefix: str) -> list[tuple[Identity, str]]:
     return found
 
 
+def children_of(pid: int) -> list[Identity]:
+    """The living children of a process."""
+    listed = _read(f"/proc/{pid}/task/{pid}/children")
+    candidates = [int(child) for child in listed.split()] if listed is not None else _pids()
+    stats = [stat for child in candidates if (stat := read_stat(child)) is not None and stat.ppid == pid]
+    return _identities(iter(stats))
+
+
 def session_of(pid: int) -> int | None:
     """Session id of a process, zombie or not; None if there is none."""
     stat = read_stat(pid)

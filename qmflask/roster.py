@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from qmflask import errors, processes
 from qmflask.processes import Identity
+from qmflask.proctree import children_of
 from qmflask.store import Store, admission, reading
 
 log = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ class Roster:
             log.warning("worker %s is not entered yet: %s", self.worker, error)
             self.entered = False
 
-    def successors(self) -> int:
-        """How many workers our master has forked after us that are up and take requests."""
+    def may_go(self) -> bool:
+        """Whether no worker that our master has forked after us is still booting; who died meanwhile does not count."""
         with self._store.read() as tx:
-            rows = reading.workers(tx)
-        born = self._identity.start_ticks
-        return sum(row.master == self.master and row.start_ticks > born and not row.draining for row in rows)
+            entered = {row.pid for row in reading.workers(tx)}
+        younger = [child for child in children_of(os.getppid()) if child.start_ticks > self._identity.start_ticks]
+        return all(child.pid in entered for child in younger)
 
     def leave(self) -> bool:
         """Sign off; True when the service ends with this worker.

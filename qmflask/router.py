@@ -166,9 +166,9 @@ class Router:
         """Take this worker out of the list; True when the service ends with it."""
         return self._roster.leave()
 
-    def successors(self) -> int:
-        """How many workers our master has forked after us that are up and take requests."""
-        return self._roster.successors()
+    def may_go(self) -> bool:
+        """Whether those that are to replace this worker are up."""
+        return self._roster.may_go()
 
     @property
     def live(self) -> Live:

@@ -55,8 +55,8 @@ class Runtime:
                 sizes = max(1, threads - reserve), _viewers(reserve)
                 router = Router(source, state_path(source), alive, *sizes, _grace(worker))
                 router.start()
-                if hasattr(server, "successors"):
-                    server.successors = router.successors
+                if hasattr(server, "may_go"):
+                    server.may_go = router.may_go
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
                     atexit.register(self._end)  # nobody will tell us

@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import selectors
+import signal
 import threading
 import time
 from collections import deque
@@ -21,8 +22,9 @@ log = logging.getLogger(__name__)
 
 #: How often a worker proves to the master that it lives, in seconds; gthread does it for every event.
 _BEAT_SECONDS = 0.5
-#: How long a worker that is replaced serves on at most until its successors are there, and how often it looks.
-_HANDOVER_SECONDS = 20.0
+#: How long a worker that is replaced serves on at most until its successors are up, and how often it looks. They are
+#: usually up within a second; the master gives up on one that boots for longer than `timeout`.
+_HANDOVER_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
 
@@ -44,9 +46,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         super().__init__(*args, **options)
         self._ended: deque[None] = deque()  # connections closed by their threads, not yet taken off nr_conns
         self._beaten = 0.0
+        self._told_early = False  # to end, while we were still booting
         self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
-        #: How many workers of our master have come up after us; without an application that knows we do not wait.
-        self.successors: Callable[[], int] | None = None
+        #: Whether our successors are up; without an application that knows we do not wait for them.
+        self.may_go: Callable[[], bool] | None = None
 
     def get_thread_pool(self) -> Threads:
         """Called by gunicorn before the application is loaded."""
@@ -62,6 +65,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     def run(self) -> None:
         """The main thread: accept, beat, and see the connections out at the end."""
         self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
+        if self._told_early:
+            self.handle_exit(signal.SIGTERM, None)
         while self.alive and self.is_parent_alive():
             self._turn(accept=True)
             self._give_way()
@@ -78,8 +83,13 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     # -- being replaced ---------------------------------------------------------------------------------------
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """TERM. It runs in the main thread between any two steps: so it takes no lock."""
-        if self.successors is None or not self._is_replaced():
+        """TERM. It runs in the main thread between any two steps: so it takes no lock.
+
+        Who is replaced while it boots boots all the same: after HUP upon HUP nobody else may be there to serve.
+        """
+        if not self.booted:
+            self._told_early = True
+        elif self.may_go is None or not self._is_replaced():
             super().handle_exit(sig, frame)
         elif self._give_way_by is None:  # the master repeats itself
             self._give_way_by = time.monotonic() + _HANDOVER_SECONDS
@@ -95,7 +105,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             return False
 
     def _give_way(self) -> None:
-        """Go when as many workers as there should be have come after us, or when our time is over."""
+        """Go when those are up that were forked after us, or when our time is over."""
         if self._give_way_by is None:
             return
         if time.monotonic() >= self._give_way_by or self._are_successors_up():
@@ -103,9 +113,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     def _are_successors_up(self) -> bool:
         try:
-            return self.successors is not None and self.successors() >= self.cfg.workers
+            return self.may_go is None or self.may_go()
         except Exception as error:  # the application's business; our time ends anyway
-            log.warning("successors cannot be counted: %s", error)
+            log.warning("it is not known whether the successors of this worker are up: %s", error)
             return False
 
     # -- connections ------------------------------------------------------------------------------------------

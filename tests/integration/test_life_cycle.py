@@ -91,32 +91,91 @@ def test_without_its_master_a_worker_ends_its_streams_and_leaves_the_address(sta
     assert len(service.events("start", "alpha")) == 1, "the next start adopts"
 
 
+#: While there is a gate, workers wait in their boot, each for a sign of its own.
 GATED = """
+import pathlib, time
+from qmflask import gunicorn_conf as shipped
 from qmflask.gunicorn_conf import *
 
-def post_fork(server, worker):
-    import pathlib, time
-    while pathlib.Path({gate!r}).exists():
+def post_worker_init(worker):
+    gate = pathlib.Path({gate!r})
+    (gate / f"{{worker.pid}}.waits").touch() if gate.exists() else None
+    while gate.exists() and not (gate / f"{{worker.pid}}.may").exists():
         time.sleep(0.01)
+    shipped.post_worker_init(worker)
 """
 
 
+class Gate:
+    """Holds up the boot of workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "gate"
+        self.settings = folder / "gated.py"
+        self.settings.write_text(GATED.format(gate=str(self._path)))
+
+    def close(self) -> None:
+        """From now on."""
+        self._path.mkdir()
+
+    def waiting(self) -> set[int]:
+        """Who is held up, or was."""
+        return {int(path.stem) for path in self._path.glob("*.waits")}
+
+    def let_in(self, worker: int) -> None:
+        """One of them."""
+        (self._path / f"{worker}.may").touch()
+
+    def open(self) -> None:
+        """All of them."""
+        self._path.rename(self._path.with_suffix(".open"))
+
+
+def serves(service: Service, seconds: float = 1.0) -> bool:
+    """Whether every request is answered for longer than a worker takes to hear that it is to end."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if service.chat("alpha").status != 200:
+            return False
+    return True
+
+
 def test_at_hup_the_old_workers_serve_until_the_new_ones_are_there(start_service: StartService, tmp_path: Path) -> None:
-    gate, settings = tmp_path / "gate", tmp_path / "gated.py"
-    settings.write_text(GATED.format(gate=str(gate)))
-    service = start_service(lambda s: config_of(s, "alpha"), workers=2, args=("-c", str(settings)))
+    gate = Gate(tmp_path)
+    service = start_service(lambda s: config_of(s, "alpha"), workers=2, args=("-c", str(gate.settings)))
     old = set(service.registered_workers())
-    gate.touch()
+    gate.close()
     service.signal(signal.SIGHUP)
-    eventually(lambda: service.log().count("Booting worker") == 4, "the new workers are forked")
-    began = time.monotonic()
-    while time.monotonic() - began < 1:  # longer than a worker takes to hear that it is to end
-        assert service.chat("alpha").status == 200
-    assert set(service.registered_workers()) == old
-    gate.unlink()
+    eventually(lambda: len(gate.waiting()) == 2, "the new workers boot")
+    assert serves(service)
+    gate.let_in(min(gate.waiting()))
+    eventually(lambda: len(service.registered_workers()) == 3, "one of them is up")
+    assert serves(service)
+    assert old < set(service.registered_workers()), "the other is not"
+    gate.open()
     eventually(lambda: not old & set(service.processes()), "the old workers go", timeout=15)
     assert len(service.registered_workers()) == 2
     assert service.chat("alpha").status == 200
+
+
+def test_hup_upon_hup_while_nobody_is_up_yet(start_service: StartService, tmp_path: Path) -> None:
+    """Each HUP sends away those that the one before it has forked; they serve all the same until others can."""
+    gate = Gate(tmp_path)
+    service = start_service(lambda s: config_of(s, "alpha"), workers=1, args=("-c", str(gate.settings)))
+    (first,) = service.registered_workers()
+    gate.close()
+    service.signal(signal.SIGHUP)
+    (second,) = eventually(gate.waiting, "the second worker boots")
+    os.kill(first, signal.SIGKILL)
+    service.signal(signal.SIGHUP)
+    (third,) = eventually(lambda: gate.waiting() - {second}, "the third worker boots")
+    gate.let_in(second)
+    eventually(lambda: service.registered_workers() == [second], "the second worker is up")
+    assert serves(service)
+    assert service.registered_workers() == [second]
+    gate.let_in(third)
+    eventually(lambda: second not in service.processes(), "it goes when the third is up", timeout=15)
+    assert service.registered_workers() == [third]
 
 
 def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_service: StartService) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from qmflask import processes, roster
 from qmflask.processes import Identity
+from qmflask.proctree import children_of
 from qmflask.roster import Roster
 from qmflask.store import Store, admission, prepare_state_directory, reading
 from qmflask.wake import Mailbox
@@ -136,3 +137,25 @@ def test_who_cannot_sign_on_tries_again(store: Store, monkeypatch: pytest.Monkey
 def refuse(*_: object) -> None:
     """A store that is locked."""
     raise roster.errors.StoreBusy("locked")
+
+
+def test_a_worker_may_go_when_no_younger_one_is_still_booting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    me = Roster(store)
+    me.enter()
+    born = me._identity.start_ticks
+    brood: list[Identity] = [me._identity, Identity(2, born - 5, "boot"), Identity(3, born, "boot")]
+    monkeypatch.setattr(roster, "children_of", lambda master: brood)
+    assert me.may_go(), "nobody is younger"
+    brood.append(Identity(4, born + 1, "boot"))
+    assert not me.may_go()
+    admission.register_worker(store, f"4-{born + 1}", 4, born + 1, me.master)
+    assert me.may_go()
+    admission.set_draining(store, f"4-{born + 1}")
+    assert me.may_go(), "it was up; whoever replaces it is younger still"
+
+
+def test_children_are_those_that_live(other: subprocess.Popen[bytes]) -> None:
+    assert other.pid in {child.pid for child in children_of(os.getpid())}
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert other.pid not in {child.pid for child in children_of(os.getpid())}
