@@ -6,7 +6,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unicodedata import east_asian_width
 
@@ -50,7 +51,19 @@ def _report(path: Path, config_dir: Path | None) -> Report:
         sources = read_sources(path, config_dir)
     except ConfigError as error:
         return Report(None, error.problems, ())
-    return analyse(sources, os.environ, strict=True, path_fault=path_fault)
+    report = analyse(sources, os.environ, strict=True, path_fault=path_fault)
+    return report if report.config is None else replace(report, warnings=(*report.warnings, *_cards(report.config)))
+
+
+def _cards(config: Config) -> Iterator[Problem]:
+    """What this machine's cards have to say to the configuration; without a budget they are not asked."""
+    if not config.vram_budget:
+        return
+    from qmflask.cli import examine  # it brings the whole service along
+
+    if (several := examine.several_cards(config.vram_budget, examine.cards())) is not None:
+        text, hint = several
+        yield Problem("warning", text, path="vramBudgetGB", hint=hint, code="several_cards")
 
 
 def _print_json(report: Report) -> None:

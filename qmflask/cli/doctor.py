@@ -85,10 +85,13 @@ def _places(service: Service) -> tuple[Path, Path]:
 
 def _service(service: Service, source: str) -> Iterator[Finding | dict[str, Any]]:
     """The running service; its status, too, when it has told it."""
+    from qmflask.cli import examine
+
     try:
         theirs = service.get("/api/version")["version"]
         config = service.get("/api/config")
         body: dict[str, Any] = service.get("/api/status")
+        memory: dict[str, Any] = service.get("/api/memory")
     except Down as down:
         yield warn("service", down.message, "qmflask serve")
         return
@@ -102,6 +105,7 @@ def _service(service: Service, source: str) -> Iterator[Finding | dict[str, Any]
         )
         return
     yield from _answered(service, source, theirs, config, body)
+    yield from examine.growth(memory, service.url)
     yield body
 
 

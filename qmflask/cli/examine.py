@@ -8,9 +8,10 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from qmflask import __version__, processes
 from qmflask.cli.findings import Finding, fail, ok, warn
@@ -20,6 +21,7 @@ from qmflask.configfiles import load_path
 from qmflask.gpu import Amd, Nvml
 from qmflask.memory.llama import read_command
 from qmflask.memory.samples import Card
+from qmflask.policy.eviction import gib
 from qmflask.ports import holder_of, port_is_free
 from qmflask.sampling import Sampler
 from qmflask.store.database import StoreError, place_faults
@@ -147,6 +149,8 @@ def memory(config: Config | None, found: tuple[Card, ...], ram: int) -> Iterator
     yield ok("memory", f"{size(ram)} GiB of system memory")
     if config is None:
         return
+    if (several := several_cards(config.vram_budget, found)) is not None:
+        yield warn("memory", *several)
     yield from _budget("vramBudgetGB", config.vram_budget, total)
     yield from _budget("ramBudgetGB", config.ram_budget, ram)
     unknown = [m.id for m in config.models.values() if not (m.est_ram if m.pool == "ram" else m.est_vram)]
@@ -156,6 +160,31 @@ def memory(config: Config | None, found: tuple[Card, ...], ram: int) -> Iterator
             f"no size is given for {', '.join(unknown[:5])}: they swap by their groups until they were measured",
             "`qmflask estimate --config FILE` prints estVramGB and estRamGB",
         )
+
+
+def growth(told: Mapping[str, Any], url: str) -> Iterator[Finding]:
+    """What others take of the cards above the least that was ever seen: a game, or a floor from a day without them.
+
+    `told` is what the service at `url` says of memory.
+    """
+    excess, ceiling = told.get("excess"), told.get("vram_ceiling")
+    if not excess or not told.get("trusted") or ceiling is None:
+        return
+    names = ", ".join(f"{one['name']} {gib(one['bytes'])}" for one in told.get("foreign_processes") or ())
+    text = (
+        f"other programs hold {gib(excess)} more on the cards than the least that was seen, {gib(told['floor'])}"
+        f"{f' ({names})' if names else ''}: {gib(ceiling)} of {gib(told['vram_budget'])} may be used now"
+    )
+    yield warn("memory", text, f"close them; if it is always like this, learn it anew: POST {url}/api/memory/relearn")
+
+
+def several_cards(vram_budget: int, found: Sequence[Card]) -> tuple[str, str] | None:
+    """What to say of one budget over several cards, and how to mend it; None when there is nothing to say."""
+    if not vram_budget or len(found) < 2:
+        return None
+    each = ", ".join(f"{size(card.total)} GiB" for card in found)
+    text = f"one budget covers all {len(found)} cards ({each}): what fits their sum need not fit any one of them"
+    return text, "say in each cmd which card a model uses, or how it is split, and leave some room in the budget"
 
 
 def _budget(key: str, budget: int, total: int) -> Iterator[Finding]:

@@ -67,11 +67,12 @@ def named(block: Block) -> str:
     return f"{block.page}:{block.line}"
 
 
-#: Configurations are loaded; those marked `served` are in force for the commands that follow on their page.
-OF_CONFIGURATIONS = [b for b in BLOCKS if b.language == "yaml" and b.marks in ("", "served")]
+def is_configuration(block: Block) -> bool:
+    """YAML of ours. Marked `served` it is in force for what follows on its page; with a name, it is a file there."""
+    return block.language == "yaml" and (block.marks in ("", "served") or block.marks.endswith(".yaml"))
 
 
-@pytest.mark.parametrize("block", OF_CONFIGURATIONS, ids=named)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if is_configuration(b)], ids=named)
 def test_configurations_load(block: Block) -> None:
     environ = {name: f"value-{name}" for name in re.findall(r"\$\{env\.(\w+)\}", block.text)}
     loaded = load([Source(named(block), block.text)], environ, strict=True)
@@ -207,6 +208,8 @@ def test_commands_do_what_is_shown(place: Service, tmp_path: Path) -> None:
     for page in PAGES:
         assert place.get("/unload").status == 200
         for block in BLOCKS:
+            if block.page == page and block.language == "yaml" and block.marks.endswith(".yaml"):
+                (folder / block.marks).write_text(block.text)
             if block.page == page and block.language == "yaml" and block.marks == "served":
                 (folder / "served.yaml").write_text(block.text)
                 serve(place, quick(block.text))

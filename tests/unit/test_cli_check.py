@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from qmflask.cli import main
 from qmflask.config.schema import RootSection
+from qmflask.memory.samples import Card
 
 GOOD = "models:\n  m: {cmd: 'r --port ${PORT} \"a b\"', aliases: [x], filters: {setParamsByID: {y: {a: 1}}}}\n"
 
@@ -97,6 +98,26 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     assert "is also present in -config-dir" in run("check", path, "--config-dir", tmp_path).output
     (tmp_path / "more.yaml").write_text("models: {n: {cmd: '${PORT}'}}", encoding="utf-8")
     assert "2 models" in run("check", tmp_path).output
+
+
+def test_several_cards_under_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = (Card("u", 24 << 30, 0), Card("v", 8 << 30, 0))
+    monkeypatch.setattr("qmflask.cli.examine.cards", lambda: cards)
+    budget = file(tmp_path, GOOD + "vramBudgetGB: 30\n")
+    result = run("check", budget)
+    assert "warning: vramBudgetGB: one budget covers all 2 cards (24.0 GiB, 8.0 GiB)" in result.output
+    assert result.exit_code == 0 and "1 warning" in result.output
+    assert run("check", budget, "--strict").exit_code == 1
+    (warning,) = json.loads(run("check", budget, "--json").output)["warnings"]
+    assert (warning["code"], warning["path"]) == ("several_cards", "vramBudgetGB")
+    monkeypatch.setattr("qmflask.cli.examine.cards", lambda: cards[:1])
+    assert "0 warnings" in run("check", budget).output
+
+    def asked() -> None:
+        raise AssertionError("without a budget the cards do not matter")
+
+    monkeypatch.setattr("qmflask.cli.examine.cards", asked)
+    assert "0 warnings" in run("check", file(tmp_path, GOOD)).output
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "模型"])
