@@ -262,6 +262,7 @@ def test_doctor_on_nginx(tmp_path: Path) -> None:
     (tmp_path / "good.conf").write_text("location / { proxy_pass http://127.0.0.1:8080; # proxy_buffering off;\n }")
     found = list(nginx([tmp_path, tmp_path / "none"]))
     assert {"warn"} == set(grades(found)) and any("proxy_buffering off" in finding.text for finding in found)
+    assert any("websockets" in finding.text for finding in found)
     (tmp_path / "good.conf").write_text("location / { proxy_pass http://other; }")
     assert not list(nginx([tmp_path]))
 
