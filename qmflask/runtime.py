@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qmflask import journal
-from qmflask.places import source_path, state_path
+from qmflask.places import find_our_commands, source_path, state_path
 from qmflask.router import Router
 from qmflask.shutdown import stop_models
 
@@ -48,6 +48,7 @@ class Runtime:
         with self._lock:
             if self._router is None or self._pid != os.getpid():
                 alive = _alive_of(worker or _gunicorn_worker())
+                find_our_commands()
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)
