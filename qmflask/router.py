@@ -358,6 +358,13 @@ class Router:
         """Unload one model, or all; returns when their process groups are gone."""
         self._command(self._arrival("unload", live, model or ALL), client)
 
+    def end_hold(self, model: str) -> bool:
+        """Let a held model go when others need its room; True if it was held."""
+        held = admission.end_hold(self._store, model, time.monotonic_ns())
+        if held:
+            self.wake_leader()
+        return held
+
     def _command(self, arrival: Arrival, client: Client | None) -> Ended:
         mails = self._mails
         row = admission.enqueue(self._store, arrival)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from qmflask.store import counters
+from qmflask.store import bulk, counters
 from qmflask.store.counters import Sum, Tally
 
 VERSION = 1
@@ -85,7 +86,6 @@ class Record:
 
 
 _COLUMNS = tuple(field.name for field in fields(Record) if field.name != "id")
-_INSERT = f"INSERT INTO records ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _values = attrgetter(*_COLUMNS)
 _SELECT = f"SELECT {', '.join(_COLUMNS)}, id FROM records"
 
@@ -206,13 +206,11 @@ class ActivityStore:
     def add(self, rows: Sequence[tuple[Record, bytes | None]], tally: Tally) -> None:
         """Write records, each with its packed capture if it has one, and their counters, in one transaction."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
-            for record, capture in rows:
-                cursor = tx.execute(_INSERT, _values(record))
-                if capture is not None:
-                    tx.execute(
-                        "INSERT INTO captures (record, size, body) VALUES (?, ?, ?)",
-                        (cursor.lastrowid, len(capture), capture),
-                    )
+            ids = range(_last_id(tx) + 1, sys.maxsize)
+            served = [(*_values(record), at) for at, (record, _) in zip(ids, rows, strict=False)]
+            kept = [(at, len(body), body) for at, (_, body) in zip(ids, rows, strict=False) if body is not None]
+            bulk.insert(tx, "records", (*_COLUMNS, "id"), served)
+            bulk.insert(tx, "captures", ("record", "size", "body"), kept)
             counters.write(tx, tally)
 
     def prune(self, keep: Retention, now: float) -> None:
@@ -238,13 +236,12 @@ class ActivityStore:
         return upto
 
     def _delete(self, which: str, limit: int) -> None:
+        slice_ = f"(SELECT id FROM records WHERE {which} ORDER BY id LIMIT {_SLICE})"
         while True:
             with self._transaction("BEGIN IMMEDIATE") as tx:
-                query = f"SELECT id FROM records WHERE {which} ORDER BY id LIMIT {_SLICE}"
-                ids = [(row[0],) for row in tx.execute(query, (limit,))]
-                tx.executemany("DELETE FROM records WHERE id = ?", ids)
-                tx.executemany("DELETE FROM captures WHERE record = ?", ids)
-            if len(ids) < _SLICE:
+                tx.execute(f"DELETE FROM captures WHERE record IN {slice_}", (limit,))
+                gone = tx.execute(f"DELETE FROM records WHERE id IN {slice_}", (limit,)).rowcount
+            if gone < _SLICE:
                 return
 
     def _vacuum(self) -> bool:
@@ -268,15 +265,16 @@ class ActivityStore:
 
     @staticmethod
     def _prune_captures(tx: sqlite3.Connection, limit: int) -> None:
-        total = tx.execute("SELECT COALESCE(SUM(size), 0) FROM captures").fetchone()[0]
-        if total <= limit:
+        too_much = tx.execute("SELECT COALESCE(SUM(size), 0) FROM captures").fetchone()[0] - limit
+        if too_much <= 0:
             return
-        for row in tx.execute("SELECT record, size FROM captures ORDER BY record").fetchall():
-            tx.execute("DELETE FROM captures WHERE record = ?", (row["record"],))
-            tx.execute("UPDATE records SET has_capture = 0 WHERE id = ?", (row["record"],))
-            total -= row["size"]
-            if total <= limit:
-                return
+        oldest = upto = None
+        for record, size in tx.execute("SELECT record, size FROM captures ORDER BY record"):
+            oldest, upto, too_much = record if oldest is None else oldest, record, too_much - size
+            if too_much <= 0:
+                break
+        tx.execute("DELETE FROM captures WHERE record <= ?", (upto,))
+        tx.execute("UPDATE records SET has_capture = 0 WHERE id BETWEEN ? AND ?", (oldest, upto))
 
     def begin_service(self, master: str) -> None:
         """The first worker of a new master: captures hold prompts and are not kept over a restart of the service."""
@@ -347,8 +345,7 @@ class ActivityStore:
     def last_id(self) -> int:
         """The id of the newest record ever written, 0 before the first."""
         with self._transaction("BEGIN") as tx:
-            row = tx.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
-            return int(row["seq"]) if row else 0
+            return _last_id(tx)
 
     def totals(self, model: str | None) -> dict[str, int]:
         """Number of requests and sums of their tokens; counts that are not known are left out."""
@@ -383,3 +380,8 @@ class ActivityStore:
         """SQLite's own word on the file's integrity: "ok"."""
         with self._transaction("BEGIN") as tx:
             return str(tx.execute("PRAGMA integrity_check").fetchone()[0])
+
+
+def _last_id(tx: sqlite3.Connection) -> int:
+    row = tx.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+    return int(row[0]) if row else 0

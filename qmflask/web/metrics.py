@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 from flask import Blueprint, Response, request
 
+from qmflask.captures import unpack_capture
 from qmflask.errors import BadRequest, NotFound, Unavailable
-from qmflask.recording import unpack_capture
 from qmflask.router import Router
 from qmflask.store.activity import SORTS, ActivityError, Filter, Record
 from qmflask.web import auth

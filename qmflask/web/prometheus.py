@@ -3,7 +3,7 @@
 Neither gauges nor counters live in a worker's memory. Workers add what they served to a table of `activity.db`, in the
 transaction that stores the records; the leader adds what it did to one of `state.db`, in the transaction that does it.
 A scrape reads both. So there are no files per process to merge or clean up (prometheus_client's multiprocess mode), a
-worker's death takes nothing back, and counters go on after a restart; only `kill -9` costs its last 0.1 s.
+worker's death takes nothing back, and counters go on after a restart; only `kill -9` costs its last 0.25 s.
 """
 
 from __future__ import annotations
