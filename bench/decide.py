@@ -1,6 +1,6 @@
-"""Time of one scheduling decision by number of models and queued requests; prints a table.
+"""Time of one scheduling decision by number of models and queued requests, and of the matrix; prints tables.
 
-Run: python bench/decide.py [rounds]. Medians of processor time (a decision waits for nothing, and the machine may be
+Run: python -m bench.decide [rounds]. Medians of processor time (a decision waits for nothing, and the machine may be
 shared): milliseconds, `admit` in microseconds.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
+from qmflask.policy.matrix import MatrixPolicy, compile_sets
 from qmflask.policy.schedule import (
     ModelRule,
     ProcessView,
@@ -98,6 +99,36 @@ def together(count: int) -> Snapshot:
     return Snapshot({model: ModelRule(model) for model in models}, GroupPolicy({}, [group], 0, 0), processes)
 
 
+def many_sets(budget: int) -> tuple[MatrixPolicy, str, list[str]]:
+    """100 models in 50 sets of some ten alternatives each; six models run."""
+    models = names(100)
+    sets = []
+    for number in range(50):
+        few = [models[(number * step + offset) % 100] for step, offset in ((1, 7), (1, 13), (3, 0), (7, 5))]
+        text = (
+            f"{models[number]} & {models[number + 50]} & ({few[0]} | {few[1]}) & ({' | '.join(models[:3] + few[2:])})"
+        )
+        sets.append((f"set-{number}", text))
+    sizes = {model: Sizes(4 * GIB, GIB) for model in models}
+    matrix = compile_sets(sets, {model: model for model in models})
+    running = [models[number] for number in (7, 13, 57, 2, 20, 63)]
+    return (
+        MatrixPolicy(sizes, matrix, {model: 1 + place % 5 for place, model in enumerate(models)}, budget),
+        models[1],
+        running,
+    )
+
+
+def combinations(width: int, factors: int, budget: int) -> tuple[MatrixPolicy, str, list[str]]:
+    """One set of `width` ** `factors` alternatives; all its models run but one, which is more than ever would."""
+    rows = [[f"m{factor}-{number}" for number in range(width)] for factor in range(factors)]
+    models = [model for row in rows for model in row]
+    text = " & ".join("(" + " | ".join(row) + ")" for row in rows)
+    sizes = {model: Sizes((3 + place % 7) * GIB) for place, model in enumerate(models)}
+    matrix = compile_sets([("all", text)], {model: model for model in models})
+    return MatrixPolicy(sizes, matrix, {}, budget), models[1], [models[0], *models[2:]]
+
+
 def median(function: Callable[[], object], rounds: int) -> float:
     """Median processor time in seconds."""
     times = []
@@ -138,6 +169,19 @@ def main(rounds: int) -> None:
     }
     for title, (snapshot, request) in shapes_of_admit.items():
         print(f"{title:32}{median(lambda s=snapshot, r=request: admit(s, r, NOW), rounds * 5) * 1e6:12.1f}")  # type: ignore[misc]
+
+    print("\nmatrix, ms")
+    shapes_of_matrix = {
+        "100 models, 50 sets": many_sets(0),
+        "100 models, 50 sets, budget": many_sets(24 * GIB),
+        "11^4 combinations": combinations(11, 4, 0),
+        "10^6 combinations": combinations(10, 6, 0),
+        "10^6 combinations, budget": combinations(10, 6, 30 * GIB),
+        "10^10 combinations": combinations(10, 10, 0),
+    }
+    for title, (matrix, target, running) in shapes_of_matrix.items():
+        cell = median(lambda m=matrix, t=target, r=running: m.eviction_for(t, r), rounds) * 1e3  # type: ignore[misc]
+        print(f"{title:32}{cell:12.3f}")
 
 
 if __name__ == "__main__":

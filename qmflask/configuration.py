@@ -134,10 +134,12 @@ class Configuration:
             return None
         self._next_look = now + SECOND
         mark = self._mark()
-        if not self._seen:
-            with store.read() as tx:
-                self._seen = reading.scheduler(tx).config_fingerprint
         if mark in ("", self._seen):
+            return None
+        with store.read() as tx:
+            row = reading.scheduler(tx)
+        if mark == row.config_fingerprint and row.config_error is None:
+            self._seen = mark  # another worker has published it
             return None
         return self.reload(store, patient=True)
 

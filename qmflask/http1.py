@@ -6,6 +6,7 @@ differently (two lengths, folded names, odd codings) is refused rather than gues
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Protocol
@@ -192,9 +193,12 @@ class ChunkedBody:
                 left -= len(piece)
                 if left:
                     break
+            if in_chunk and data.startswith(b"\r\n", position):  # what all servers send
+                in_chunk = False
+                position += 2
             line_end = data.find(b"\n", position)
             if in_chunk and line_end >= 0:
-                if line_end - position > 1 or data[position:line_end] not in (b"\r", b""):
+                if line_end != position:
                     raise Malformed("sent a chunk longer than its announced size")
                 in_chunk = False
                 position = line_end + 1
@@ -233,6 +237,7 @@ class ChunkedBody:
         return self.done
 
 
+@functools.lru_cache(maxsize=256)  # the events of a stream are of few lengths
 def _chunk_size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip()
     if _SIZE.fullmatch(digits) is None:

@@ -30,6 +30,8 @@ def overview(status: Status, config: Config, charges: Mapping[str, Sizes], now: 
         "peers": [
             {"id": f"{peer.id}/{name}", "peer": peer.id} for peer in config.peers.values() for name in peer.models
         ],
+        "selectors": selectors(config),
+        "profiles": profiles(config),
         "requests": requests(status, now),
         "swaps": [_swap(swap, now) for swap in status.swaps],
         "memory": memory(status, config, charges, now),
@@ -131,6 +133,39 @@ def failure_of(row: ProcessRow, now: int) -> dict[str, Any] | None:
     wait = max(0, row.retry_at - now) / SECOND
     message = (row.failure_message or "")[:MESSAGE_LIMIT]
     return {"code": row.failure_code, "message": message, "retry_in": wait, "attempts": row.attempts}
+
+
+# -- names ----------------------------------------------------------------------------------------------------
+
+
+def selectors(config: Config) -> list[dict[str, Any]]:
+    """The selectors as configured, sorted by id."""
+    return [
+        {
+            "id": name,
+            "name": selector.name.strip(),
+            "description": selector.description.strip(),
+            "strategy": selector.strategy,
+            "targets": list(selector.targets),
+            "spillover": selector.spillover if selector.strategy == "spillover" else None,
+            "unlisted": selector.unlisted,
+        }
+        for name, selector in sorted(config.selectors.items())
+    ]
+
+
+def profiles(config: Config) -> list[dict[str, Any]]:
+    """The profiles as configured, sorted by id; `service.profile` says which one is active."""
+    return [
+        {
+            "id": name,
+            "description": profile.description.strip(),
+            "pins": dict(profile.pins),
+            "preload": list(profile.preload),
+            "default_model": profile.default_model,
+        }
+        for name, profile in sorted(config.profiles.items())
+    ]
 
 
 # -- queue ----------------------------------------------------------------------------------------------------
@@ -287,7 +322,5 @@ def service(status: Status, config: Config, wall: float) -> dict[str, Any]:
         ],
         "generation": scheduler.config_generation,
         "config_error": scheduler.config_error,
-        "profile": scheduler.active_profile,
-        "profiles": sorted(config.profiles),
-        "selectors": sorted(config.selectors),
+        "profile": scheduler.active_profile if scheduler.active_profile in config.profiles else None,
     }

@@ -312,10 +312,10 @@ class Router:
         if wake:
             self.wake_leader()
 
-    def load_of(self, selector: str) -> reading.SelectorLoad:
-        """What a selector chooses by."""
+    def load_of(self, selector: str, *, everybody: bool = False) -> reading.SelectorLoad:
+        """What a selector chooses by: its requests at other workers, or (`everybody`) at this one too."""
         with self._store.read() as tx:
-            return reading.selector_load(tx, selector, self.worker)
+            return reading.selector_load(tx, selector, "" if everybody else self.worker)
 
     def process_of(self, model: str) -> ProcessRow | None:
         """A model's process now; None if it never had one."""
@@ -378,10 +378,13 @@ class Router:
             self._send(worker, CANCEL)
         return bool(workers)
 
-    def active_profile(self) -> str | None:
-        """The profile that somebody made active, by any worker; it may be gone from the configuration."""
+    def active_profile(self, live: Live) -> str | None:
+        """The profile that somebody made active, by any worker; None for one that the configuration has no more."""
+        if not live.config.profiles:
+            return None
         with self._store.read() as tx:
-            return reading.scheduler(tx).active_profile
+            name = reading.scheduler(tx).active_profile
+        return name if name in live.config.profiles else None
 
     def activate_profile(self, live: Live, name: str | None) -> None:
         """Make a profile (or none) active for all workers, and queue what it preloads."""
@@ -592,7 +595,9 @@ class Router:
         now = time.monotonic_ns()
         with store.write(generation) as tx:
             patience = now + config.patience_ms * MILLISECOND
-            scheduling.queue_preload(tx, config.preload, self.master, now, patience)
+            profile = config.profiles.get(reading.scheduler(tx).active_profile or "")
+            more = [model for model in profile.preload if model not in config.preload] if profile else []
+            scheduling.queue_preload(tx, [*config.preload, *more], self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:

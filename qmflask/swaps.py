@@ -125,7 +125,7 @@ class Swaps:
             swap = next((swap for swap in reading.swaps(tx) if swap.target == model), None)
             rows = sorted(reading.processes(tx).values(), key=lambda row: (row.tick, row.model))
             room = [row.model for row in rows if self._may_go(tx, config, row, found.pool, model, now)]
-            if swap is None or swap.retried or not room:
+            if swap is None or swap.retried or not room or not scheduling.wanted(tx, model):
                 return False
             target = next(row for row in rows if row.model == model)
             log.warning("model %s ran out of memory (%s): stopping %s, trying once more", model, found.who, room)

@@ -19,7 +19,7 @@ from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
 from qmflask.policy.plan import sentence
-from qmflask.policy.returning import returns
+from qmflask.policy.returning import Quiet, returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
 from qmflask.processes import Children, Identity
@@ -65,7 +65,7 @@ class Term:
         self._workers: dict[str, int] = {}
         self._config_generation = 0
         self._next_beat = 0
-        self._began = time.monotonic_ns()
+        self._quiet = Quiet(time.monotonic_ns())
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
@@ -263,7 +263,7 @@ class Term:
         return stopping
 
     def _bring_default_back(self, config: Config, rules: Rules, now: int) -> None:
-        """Queue the default model when the box has been idle for `returnAfter`."""
+        """Queue the default model when the box has been idle for `returnAfter`: no answer, no load, no stop."""
         with self._store.read() as tx:
             row = reading.scheduler(tx)
             profile = config.profiles.get(row.active_profile or "")
@@ -271,12 +271,15 @@ class Term:
             if not model:
                 return
             snapshot = reading.snapshot(tx, rules, whole=True)
-            ends = [process.idle_since for process in reading.processes(tx).values()]
-        quiet_since = max([self._began, *ends])
-        if returns(snapshot, model, quiet_since, int(config.return_after * SECOND), now):
-            log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
-            with self._store.write(self._generation) as tx:
+        back = returns(snapshot, model, self._quiet.look(snapshot, now), int(config.return_after * SECOND), now)
+        if not back and not any(request.model == model and request.owned for request in snapshot.queue):
+            return
+        with self._store.write(self._generation) as tx:
+            if back:
+                log.info("idle for %.0f s: the default model %s is loaded again", config.return_after, model)
                 scheduling.queue_load(tx, model, now)
+            else:
+                scheduling.forget_waiting_default(tx)
 
     # -- memory -----------------------------------------------------------------------------------------------
 

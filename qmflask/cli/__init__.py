@@ -20,6 +20,7 @@ COMMANDS = {
     "load": ("loading", "load"),
     "logs": ("logs", "command"),
     "plan": ("plan", "command"),
+    "profile": ("profile", "command"),
     "ps": ("ps", "command"),
     "reload": ("asking", "reload"),
     "schema": ("schema", "command"),

@@ -32,6 +32,16 @@ def complete_models(context: click.Context, parameter: click.Parameter, incomple
     return [name for name in _names() if name.startswith(incomplete)]
 
 
+def complete_profiles(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of the service's profiles."""
+    service = Service(os.environ.get("QMFLASK_URL") or DEFAULT_URL, os.environ.get("QMFLASK_API_KEY"))
+    try:
+        rows = service.get("/api/profiles", timeout=PATIENCE)["profiles"]
+    except (click.ClickException, KeyError, TypeError):
+        return []
+    return [row["id"] for row in rows if row["id"].startswith(incomplete)]
+
+
 def _names() -> list[str]:
     service = Service(os.environ.get("QMFLASK_URL") or DEFAULT_URL, os.environ.get("QMFLASK_API_KEY"))
     try:

@@ -91,7 +91,9 @@ def _size(model: Mapping[str, Any], pool: str) -> str:
 
 def _request(request: Mapping[str, Any]) -> tuple[str, ...]:
     waits = f"{request['why']} (place {request['position']})" if "why" in request else "-"
-    return request["id"], request["model"], request["state"], span(request["age"]), waits
+    selector = request["detail"].get("selector")
+    model = f"{request['model']} (asked: {selector})" if selector else request["model"]
+    return request["id"], model, request["state"], span(request["age"]), waits
 
 
 def _memory(pools: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -111,6 +113,8 @@ def _service(service: Mapping[str, Any]) -> list[str]:
     found = []
     if service["leader"] is not None:
         found.append(f"{len(service['workers'])} workers, process {service['leader']} schedules")
+    if service["profile"] is not None:
+        found.append(f"profile {plain(service['profile'])} is active")
     if service["config_error"]:
         found.append(click.style(f"configuration not taken: {_first_line(service['config_error'])}", fg="red"))
     return found

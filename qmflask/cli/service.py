@@ -56,24 +56,28 @@ class Service:
         """POST without a body, the answer parsed. Raises Down, Refused."""
         return self._json("POST", path, timeout)
 
+    def put(self, path: str, value: Any, timeout: float | None = QUICK) -> Any:
+        """PUT of a value as JSON, the answer parsed. Raises Down, Refused."""
+        return self._json("PUT", path, timeout, json.dumps(value).encode())
+
     def text(self, path: str, timeout: float | None = QUICK) -> str:
         """GET, as text. Raises Down, Refused."""
         return self._send("GET", path, timeout).decode("utf-8", "replace")
 
-    def _json(self, method: str, path: str, timeout: float | None) -> Any:
-        body = self._send(method, path, timeout)
+    def _json(self, method: str, path: str, timeout: float | None, sent: bytes | None = None) -> Any:
+        body = self._send(method, path, timeout, sent)
         try:
             return json.loads(body) if body.lstrip()[:1] in (b"{", b"[") else body.decode("utf-8", "replace")
         except ValueError:
             raise Refused(f"{self.url}{path} answers something that is no JSON; is that qmflask?", 200) from None
 
-    def _send(self, method: str, path: str, timeout: float | None) -> bytes:
+    def _send(self, method: str, path: str, timeout: float | None, sent: bytes | None = None) -> bytes:
         connection = self._connect(timeout)
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": "application/json", **({} if sent is None else {"Content-Type": "application/json"})}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            connection.request(method, self._base() + path, headers=headers)
+            connection.request(method, self._base() + path, sent, headers)
             answer = connection.getresponse()
             body = answer.read()
         except (OSError, http.client.HTTPException) as error:

@@ -68,6 +68,8 @@ def _sentence(detail: ErrorDetails, path: Path) -> str:
     if path[:1] == ("profiles",) and len(path) < 3 and isinstance(value, list):
         return f"{dotted(path)} uses the legacy list syntax of profiles; a profile is a mapping with pins now"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
+        if path[-2:] == ("matrix", "sets"):
+            return f"matrix: sets must be a mapping, not {kind_of(value)}"
         return f"expected a mapping, not {kind_of(value)}"
     if kind == "list_type":
         return f"expected a list, not {kind_of(value)}"

@@ -26,6 +26,7 @@ def lint(ctx: Context, config: Config, environ: Mapping[str, str]) -> None:
     for name, model in config.models.items():
         if not ctx.problems.failed_under(("models", name)):
             _model(ctx, model, config)
+    _returning(ctx, config)
     lint_ports(ctx, config, environ)
     lint_fitting(ctx, config)
 
@@ -67,6 +68,20 @@ def _idle_routing(ctx: Context) -> None:
             allowed="settings of the router in use",
             hint="set routing.router.use to matrix",
         )
+
+
+def _returning(ctx: Context, config: Config) -> None:
+    """A default model that is unloaded for being idle, which is when it is loaded."""
+    wanted: list[tuple[Path, str]] = [(("defaultModel",), config.default_model)]
+    wanted += [(("profiles", name, "defaultModel"), profile.default_model) for name, profile in config.profiles.items()]
+    for path, name in wanted:
+        model = config.models.get(name)
+        if model is not None and model.ttl:
+            text = (
+                f"the default model {shown(name)!r} has a ttl: it is unloaded after {model.ttl} s without a request, "
+            )
+            text += f"and loaded again {config.return_after:g} s later"
+            ctx.warning(text, path, "default_ttl", allowed="a model that stays", hint="give that model ttl: 0")
 
 
 def _keys(ctx: Context) -> None:

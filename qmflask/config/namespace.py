@@ -12,6 +12,7 @@ from qmflask.config.resolved import Peer, Profile, Selector
 from qmflask.config.routes import Route, expand_names
 from qmflask.config.schema import ModelSection, PeerSection, ProfileSection, SelectorSection
 from qmflask.config.sections import filters, timeouts
+from qmflask.config.units import show_size
 from qmflask.config.urls import url_fault
 
 #: What a new name may be.
@@ -228,7 +229,7 @@ def _spillover(ctx: Context, name: str, section: SelectorSection, models: list[s
     if section.settings.spillover < 1:
         path: Path = ("selectors", name, "settings", "spillover")
         ctx.error(f"{label}.settings.spillover must be >= 1", path, allowed="1 or more")
-    fault = route.together_fault(models) if len(models) > 1 else None
+    fault = _together_fault(ctx, route, models) if len(models) > 1 else None
     if fault:
         ctx.error(
             f"{label}.targets {fault}",
@@ -238,12 +239,28 @@ def _spillover(ctx: Context, name: str, section: SelectorSection, models: list[s
         )
 
 
+def _together_fault(ctx: Context, route: Route, models: list[str]) -> str | None:
+    """Why a budget or the router never lets these models be loaded at once; None when they may be."""
+    pools = {route.group_of[model][1].pool if model in route.group_of else "vram" for model in models}
+    pool = pools.pop()
+    budget = ctx.file.vram_budget if pool == "vram" else ctx.file.ram_budget
+    sections = [ctx.file.models[model] or ModelSection() for model in models]
+    sizes = [section.est_vram if pool == "vram" else section.est_ram for section in sections]
+    if pools or not budget or not all(sizes):
+        return route.together_fault(models)
+    if sum(sizes) > budget:
+        return f"must fit {pool}BudgetGB together: they need {show_size(sum(sizes))}, it is {show_size(budget)}"
+    # Where memory decides, `swap` and `exclusive` are not looked at.
+    return route.together_fault(models) if route.router == "matrix" else None
+
+
 def _profile(ctx: Context, name: str, section: ProfileSection, names: Names, route: Route) -> Profile:
     path: Path = ("profiles", name)
     label = f"profiles.{shown(name)}"
     if not name.strip():
         ctx.key_error("profiles: profile names cannot be empty", path, allowed="any text")
-    if not section.pins and not ctx.problems.failed_at((*path, "pins")):
+    does_more = section.preload or section.default_model  # what llama-swap does not know is reason enough
+    if not section.pins and not does_more and not ctx.problems.failed_at((*path, "pins")):
         ctx.key_error(f"{label}.pins must contain at least one entry", path, allowed="name: target")
     pins: dict[str, str] = {}
     for pin, target in section.pins.items():
@@ -267,5 +284,10 @@ def _default(ctx: Context, target: str, path: Path, names: Names) -> str:
         return ""
     model = names.table.local(target)
     if model is None:
-        ctx.error(f'{path[-1]} references unknown model "{shown(target)}"', path, **_unknown(ctx, target, names))
+        close = ctx.problems.guess(target, names.table.models, names.table.aliases)
+        text = f'{path[-1]} references unknown model "{shown(target)}"'
+        if names.table.resolve(target) is not None:
+            text += ": it must be a model of this host, no selector and no peer's"
+        hint = f"did you mean {close[0]}?" if close else None
+        ctx.error(text, path, allowed="a model's id or alias", hint=hint)
     return model or ""

@@ -192,11 +192,12 @@ def _twice(ctx: Context, model: str, first: str, second: str, path: Path) -> Non
 def _matrix(ctx: Context, section: MatrixSection, base: Path, table: NameTable) -> tuple[Matrix, Any]:
     from qmflask.policy.matrix import MatrixError, compile_sets  # same layer, and it need not know of configuration
 
-    for name, model in section.vars.items():
+    short = {name: model or "" for name, model in section.vars.items()}  # an empty value is an empty text here
+    for name, model in short.items():
         _check_var(ctx, name, model, base, table)
-    names = {model: model for model in table.models} | section.vars
+    names = {model: model for model in table.models} | short
     costs = _costs(ctx, section, base, names)
-    order = tuple(section.sets.items())
+    order = tuple((name, text or "") for name, text in section.sets.items())
     compiled = None
     if not order and not ctx.problems.failed_at((*base, "sets")):
         ctx.key_error("matrix: at least one set is required under sets", base, allowed="name: expression")
@@ -204,14 +205,10 @@ def _matrix(ctx: Context, section: MatrixSection, base: Path, table: NameTable) 
         try:
             compiled = compile_sets(order, names)
         except MatrixError as error:
-            place = _blamed(str(error), section)
+            place = next((name for name in section.sets if str(error).startswith(f'set "{name}": ')), None)
             path = (*base, "sets", place) if place else (*base, "sets")
             ctx.error(f"matrix: {error}", path, allowed="models and vars with &, |, +set and parentheses")
-    return Matrix(sets=order, vars=dict(section.vars), evict_costs=costs), compiled
-
-
-def _blamed(message: str, section: MatrixSection) -> str | None:
-    return next((name for name in section.sets if f'"{name}"' in message), None)
+    return Matrix(sets=order, vars=short, evict_costs=costs), compiled
 
 
 def _check_var(ctx: Context, name: str, model: str, base: Path, table: NameTable) -> None:
@@ -227,8 +224,8 @@ def _check_var(ctx: Context, name: str, model: str, base: Path, table: NameTable
 
 def _costs(ctx: Context, section: MatrixSection, base: Path, names: Mapping[str, str]) -> dict[str, int]:
     costs: dict[str, int] = {}
-    for name, cost in section.evict_costs.items():
-        path = (*base, "evict_costs", name)
+    for name, given in section.evict_costs.items():
+        path, cost = (*base, "evict_costs", name), given or 0
         if name not in names:
             close = ctx.problems.guess(name, names)
             hint = f"did you mean {close[0]}?" if close else None
@@ -236,11 +233,12 @@ def _costs(ctx: Context, section: MatrixSection, base: Path, names: Mapping[str,
             ctx.key_error(text, path, allowed="vars and ids of models", hint=hint)
         elif cost <= 0:
             ctx.error(f"matrix.evict_costs.{shown(name)} must be a positive integer", path, allowed="1 or more")
-        elif names[name] in costs and costs[names[name]] != cost:
-            text = f"matrix.evict_costs: model {shown(names[name])!r} has two costs, by its id and by a var"
-            ctx.error(text, path, allowed="one cost for each model", hint="keep one of the two")
         else:
-            costs[names[name]] = cost
+            if costs.get(names[name], cost) != cost:
+                text = f"the model {shown(names[name])!r} has two evict_costs; its id's counts, else the first"
+                ctx.warning(text, path, "two_costs", allowed="one cost for each model", hint="keep one of the two")
+            if name == names[name] or names[name] not in costs:
+                costs[names[name]] = cost
     return costs
 
 
@@ -254,11 +252,12 @@ def _priority(ctx: Context, given: Mapping[str, int], table: NameTable) -> dict[
             close = ctx.problems.guess(name, table.models, table.aliases)
             hint = f"did you mean {close[0]}?" if close else None
             ctx.key_error(text, (*base, name), allowed="models and aliases", hint=hint)
-        elif model not in found or name == model:
-            if model in found and found[model] != value:
-                text = f"the model {shown(model)!r} has two priorities, by its id and by an alias; its id's counts"
+        else:
+            if found.get(model, value) != value:
+                text = f"the model {shown(model)!r} has two priorities; its id's counts, else the first"
                 ctx.warning(text, (*base, name), "two_priorities", allowed="one priority for each model")
-            found[model] = value
+            if name == model or model not in found:
+                found[model] = value
     return found
 
 

@@ -226,11 +226,11 @@ class MatrixSection(Section):
 
     legacy: ClassVar[dict[str, str]] = {"var": "only `vars` works"}
 
-    sets: dict[str, Text] = option(
+    sets: dict[str, Text | None] = option(
         dict, "Named sets in order of preference: `a & (b | c)`; `+other` is another set.", {"work": "coder & embed"}
     )
-    vars: dict[str, Text] = option(dict, "Short names for model ids inside expressions.", {"q": "org/qwen"})
-    evict_costs: dict[str, Int] = option(
+    vars: dict[str, Text | None] = option(dict, "Short names for model ids inside expressions.", {"q": "org/qwen"})
+    evict_costs: dict[str, Int | None] = option(
         dict, "Cost of stopping a model, by id or var; the cheapest set wins.", {"coder": 10}, alias="evict_costs"
     )
 

@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 from qmflask.policy.expression import Node
 
-#: More alternatives than this are never kept at one point of the evaluation: the dearest to lose stay. Exact results
-#: need more only where many parts of one union share many running models.
-_BEAM = 4096
+#: More alternatives than this are never kept at one point of the evaluation: those with the target stay, the dearest
+#: to lose first. The result is always one that the sets permit; that it is the cheapest needs more only where many
+#: parts of one union share more than ten running models.
+_BEAM = 1024
+#: The same once so many combinations have been looked at in one question: nobody waits seconds for a decision,
+#: whatever an expression is like.
+_NARROW, _MUCH = 16, 1 << 17
 
 
 def bits_of(mask: int) -> Iterator[int]:
@@ -64,6 +68,7 @@ class Query:
         self._relevant = relevant
         self._weights = weights
         self._known: dict[tuple[int, int, int], list[Option]] = {}
+        self._work = 0
 
     def options(self, tree: Node) -> list[Option]:
         """Alternatives worth a look, in written order: the dearest to lose, and cheaper ones that need less memory."""
@@ -87,7 +92,7 @@ class Query:
         found: list[Option] = []
         for child in node.children:
             found += self._options(child, relevant, open_)
-        return _worthwhile(found)
+        return self._worthwhile(found)
 
     def _union(self, node: Node, relevant: int, open_: int) -> list[Option]:
         fixed = 0
@@ -100,16 +105,31 @@ class Query:
         parts = [child for child in node.children if child.kind != "name" and child.mask & rest]
         shared = _shared(parts, rest)
         states = [self._close(Option(fixed, 0, 0, 0, fixed), fixed & ~open_)]
-        for place, part in enumerate(parts):
-            later = 0
-            for other in parts[place + 1 :]:
-                later |= other.mask
+        for part, later in zip(parts, _after(parts), strict=True):
             options = self._options(part, rest, open_ | shared)
             closing = part.mask & rest & ~open_ & ~later
-            states = _worthwhile(
+            if len(states) * len(options) > _MUCH:
+                states, options = self._narrowed(states, 256), self._narrowed(options, 256)
+            self._work += len(states) * len(options)
+            states = self._worthwhile(
                 [self._close(_united(state, option), closing) for state in states for option in options]
             )
         return states
+
+    def _worthwhile(self, options: list[Option]) -> list[Option]:
+        """Without those that can never be chosen, in the same order; never more than the beam is wide."""
+        return self._narrowed(_undominated(options), _BEAM if self._work < _MUCH else _NARROW)
+
+    def _narrowed(self, options: list[Option], width: int) -> list[Option]:
+        """The dearest of them, in the same order."""
+        if len(options) <= width:
+            return options
+        best = sorted(enumerate(options), key=lambda pair: self._worth(pair[1]), reverse=True)
+        return [option for _, option in sorted(best[:width], key=lambda pair: pair[0])]
+
+    def _worth(self, option: Option) -> int:
+        """Cost saved so far, that of models which other parts may still name included."""
+        return option.gain + sum(self._weights[bit][0] for bit in bits_of(option.key))
 
     def _close(self, option: Option, closing: int) -> Option:
         """Sum up the models of `closing` that the alternative has; nothing after this looks at them."""
@@ -137,6 +157,14 @@ def _shared(parts: Sequence[Node], relevant: int) -> int:
     return shared & relevant
 
 
+def _after(parts: Sequence[Node]) -> list[int]:
+    """For each part, what those after it name."""
+    later = [0]
+    for part in reversed(parts[1:]):
+        later.append(later[-1] | part.mask)
+    return later[: len(parts)][::-1]
+
+
 def _united(one: Option, two: Option) -> Option:
     return Option(
         one.key | two.key,
@@ -147,8 +175,8 @@ def _united(one: Option, two: Option) -> Option:
     )
 
 
-def _worthwhile(options: list[Option]) -> list[Option]:
-    """Without those that can never be chosen, in the same order.
+def _undominated(options: list[Option]) -> list[Option]:
+    """Without those that another one beats whatever follows, in the same order.
 
     With the same key, more cost saved in no more memory wins, and of equals the first in written order.
     """
@@ -161,9 +189,7 @@ def _worthwhile(options: list[Option]) -> list[Option]:
             continue
         front[:] = [pair for pair in front if not _beats(option, pair[1], equal=False)]
         front.append((place, option))
-    pairs = sorted(pair for front in kept.values() for pair in front)
-    if len(pairs) > _BEAM:
-        pairs = sorted(sorted(pairs, key=lambda pair: -pair[1].gain)[:_BEAM])
+    pairs = sorted((pair for front in kept.values() for pair in front), key=lambda pair: pair[0])
     return [option for _, option in pairs]
 
 

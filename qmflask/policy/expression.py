@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Deepest tree that is evaluated; a bound on recursion, far above what anybody writes.
 MAX_DEPTH = 100
+#: Nested choices and unions become one up to this many parts; beyond it sets that are named again and again would
+#: double with each naming, where a nested one is shared.
+_MAX_FLAT = 200
+#: Most names in one expression; far above what anybody writes, and few enough to be weighed in a moment.
+MAX_NAMES = 5000
 
 
 class ExpressionError(ValueError):
@@ -36,7 +41,8 @@ class _Tokens:
 
     items: list[tuple[str, str]]
     place: int = 0
-    depth: int = field(default=0)
+    depth: int = 0
+    unknown: str = ""  # the first name that means nothing; told only once the rest is known to be well formed
 
     @property
     def kind(self) -> str:
@@ -55,9 +61,13 @@ def parse(text: str, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
     tokens = _Tokens(list(_tokenize(text.strip())))
     if not tokens.items:
         raise ExpressionError("empty DSL expression")
+    if sum(kind in ("name", "set") for kind, _ in tokens.items) > MAX_NAMES:
+        raise ExpressionError(f"expression names more than {MAX_NAMES} models; split the set")
     tree = _choice(tokens, names, bits)
     if tokens.kind != "end":
         raise _unexpected(tokens)
+    if tokens.unknown:
+        raise ExpressionError(f'unknown var or model "{tokens.unknown}"')
     return tree
 
 
@@ -75,6 +85,8 @@ def _joined(kind: str, children: Sequence[Node]) -> Node:
     flat: list[Node] = []
     for child in children:
         flat.extend(child.children if child.kind == kind else (child,))
+    if len(flat) > max(_MAX_FLAT, len(children)):
+        flat = list(children)
     if len(flat) == 1:
         return flat[0]
     mask = 0
@@ -160,7 +172,7 @@ def _series(tokens: _Tokens, separator: str, part: Callable[[], Node]) -> list[N
 
 def _atom(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
     if tokens.kind == "name":
-        return _name(tokens.take(), names, bits)
+        return _name(tokens, names, bits)
     if tokens.kind == "set":
         return Node("ref", name=tokens.take())
     if tokens.kind != "(":
@@ -177,9 +189,11 @@ def _atom(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) ->
     return inner
 
 
-def _name(text: str, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
+def _name(tokens: _Tokens, names: Mapping[str, str], bits: Mapping[str, int]) -> Node:
+    text = tokens.take()
     model = names.get(text)
     if model is None:
-        raise ExpressionError(f'unknown var or model "{text}"')
+        tokens.unknown = tokens.unknown or text
+        return Node("name", name=text)
     bit = bits[model]
     return Node("name", name=model, bit=bit, mask=bit)

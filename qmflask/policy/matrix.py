@@ -118,9 +118,15 @@ class Solution(NamedTuple):
     trimmed: tuple[str, ...] = ()  # stopped although the set has them: it does not fit as a whole
 
 
-def _rank(found: Solution) -> tuple[int, bool]:
-    """Cheapest first; of equals, sets that fit as they stand come before those that do not."""
-    return found.total_cost, bool(found.trimmed)
+#: What a protected model weighs on top of its cost: any choice that keeps it loaded is cheaper than one that does not.
+_PROTECTED = 1 << 80
+
+#: Bytes left beside the target in VRAM and system memory; None where no budget decides.
+_Room = tuple[int | None, int | None]
+
+
+def _pools(room: _Room) -> tuple[tuple[str, int | None, Callable[[Sizes], int]], ...]:
+    return (("vram", room[0], lambda sizes: sizes.vram), ("ram", room[1], lambda sizes: sizes.ram))
 
 
 class MatrixPolicy:
@@ -129,7 +135,8 @@ class MatrixPolicy:
     `costs` are evict costs by model id (default 1), budgets and sizes are bytes. Where a budget is set and the
     target's size is known, what stays beside the target must fit: a set that does not fit as a whole counts with
     the price of what must also go, coldest first, because a set permits all its subsets. Models of unknown size
-    count nothing here: the sets vouch for them.
+    count nothing here: the sets vouch for them. `protected` models (`displace: false`) are named only where no
+    choice keeps them.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class MatrixPolicy:
         vram_budget: int = 0,
         ram_budget: int = 0,
         oversize_evict: bool = False,
+        protected: Collection[str] = (),
     ) -> None:
         self.vram_budget = vram_budget
         self.ram_budget = ram_budget
@@ -147,6 +155,7 @@ class MatrixPolicy:
         self._sizes = sizes
         self._matrix = matrix
         self._costs = dict(costs or {})
+        self._protected = frozenset(protected)
 
     def eviction_for(
         self,
@@ -216,6 +225,7 @@ class MatrixPolicy:
         """The same decision with its arithmetic, for `plan` and for the leader's one line per swap."""
         found = self.solve(target, running, vram_ceiling, ram_ceiling)
         residents = [model for model in dict.fromkeys(running) if model != target]
+        room = self._room(target, vram_ceiling, ram_ceiling)
         why = f'is not in set "{found.chosen_set}"' if found.chosen_set else "no set has the target"
         lines = []
         for model in residents:
@@ -230,7 +240,7 @@ class MatrixPolicy:
         total = charge + sum(line.charge for line in lines)
         after = charge + sum(line.charge for line in lines if not line.stops)
         step = PoolPlan("vram", "matrix", self.vram_budget, cap, charge, total, after, tuple(lines))
-        return Explanation(target, tuple(found.evict), (step,), self._notes(found))
+        return Explanation(target, tuple(found.evict), (step,), self._notes(target, residents, found, room))
 
     def on_swap_start(self, target: str, running: Sequence[str], vram_ceiling: int | None = None) -> str | None:
         """The debug line of one real swap, for the leader to log; None without a VRAM budget."""
@@ -244,13 +254,29 @@ class MatrixPolicy:
         )
         return line if cap == self.vram_budget else f"{line} (configured {gib(self.vram_budget)})"
 
-    def _notes(self, found: Solution) -> tuple[str, ...]:
+    def _notes(self, target: str, residents: list[str], found: Solution, room: _Room) -> tuple[str, ...]:
         if not found.chosen_set:
             return ()
         notes = [f'set "{found.chosen_set}" is the cheapest that has the target, at cost {found.total_cost}']
+        # Without memory in the way, what would have been chosen?
+        free = self._best(target, residents, self._matrix.sets_with(target), (None, None))
+        if (free.chosen_set, free.total_cost) != (found.chosen_set, found.total_cost):
+            over = self._over(target, [model for model in residents if model not in free.evict], room)
+            notes.append(f'set "{free.chosen_set}" would cost {free.total_cost}, but does not fit: {over}')
         if found.trimmed:
             notes.append(f'set "{found.chosen_set}" does not fit the budget with {", ".join(found.trimmed)}')
         return tuple(notes)
+
+    def _over(self, target: str, stays: Sequence[str], room: _Room) -> str:
+        """Which pool is too small for these models beside the target, and by what figures."""
+        for pool, left, size in _pools(room):
+            total = sum(size(self._size(model)) for model in stays)
+            if left is not None and total > left:
+                charge = size(self._size(target))
+                names = ", ".join(model for model in stays if size(self._size(model)))
+                limit = gib(max(0, left + charge))
+                return f"{target} with {names} takes {gib(total + charge)} of {pool.upper()}, {limit} are allowed"
+        return "memory is too small for it"
 
     def _size(self, model: str) -> Sizes:
         return self._sizes.get(model) or Sizes()
@@ -258,7 +284,14 @@ class MatrixPolicy:
     def _cost(self, model: str) -> int:
         return self._costs.get(model, 1)
 
-    def _room(self, target: str, vram_ceiling: int | None, ram_ceiling: int | None) -> tuple[int | None, int | None]:
+    def _weight(self, model: str) -> int:
+        return self._cost(model) + _PROTECTED * (model in self._protected)
+
+    def _rank(self, found: Solution) -> tuple[int, bool]:
+        """Cheapest first; of equals, sets that fit as they stand come before those that do not."""
+        return sum(map(self._weight, found.evict)), bool(found.trimmed)
+
+    def _room(self, target: str, vram_ceiling: int | None, ram_ceiling: int | None) -> _Room:
         """Bytes left beside the target in either pool; None where no budget decides."""
         size = self._size(target)
 
@@ -272,16 +305,10 @@ class MatrixPolicy:
             left(size.ram, self.ram_budget, ram_ceiling),
         )
 
-    def _best(
-        self,
-        target: str,
-        residents: list[str],
-        sets: Sequence[tuple[str, Node]],
-        room: tuple[int | None, int | None],
-    ) -> Solution:
+    def _best(self, target: str, residents: list[str], sets: Sequence[tuple[str, Node]], room: _Room) -> Solution:
         bits = self._matrix.bits
         bit = bits[target]
-        everything = sum(self._cost(model) for model in residents)
+        everything = sum(map(self._weight, residents))
         # Worth more than all the others, so that alternatives with the target win over those without.
         weights = {bit: (everything + 1, 0, 0)}
         for model in residents:
@@ -289,22 +316,27 @@ class MatrixPolicy:
                 size = self._size(model)
                 vram = size.vram if room[0] is not None else 0
                 ram = size.ram if room[1] is not None else 0
-                weights[bits[model]] = (self._cost(model), vram, ram)
-        query = Query(sum(weights), weights)
+                weights[bits[model]] = (self._weight(model), vram, ram)
+        relevant = sum(weights)
+        query = Query(relevant, weights)
         best: Solution | None = None
+        rank = (0, False)
         for name, tree in sets:
+            at_least = everything - sum(weights[each][0] for each in bits_of(relevant & tree.mask & ~bit))
+            if best and (at_least, False) >= rank:
+                continue  # not even with all that it names would it be cheaper
             for option in query.options(tree):
-                cost = everything - (option.gain - everything - 1)
-                if not option.kept & bit or (best and cost > best.total_cost):
+                lost = everything - (option.gain - everything - 1)
+                if not option.kept & bit or (best and lost > rank[0]):
                     continue
                 found = self._solution(name, residents, option.kept, room)
-                if best is None or _rank(found) < _rank(best):
-                    best = found
+                if best is None or self._rank(found) < rank:
+                    best, rank = found, self._rank(found)
         if best is None:
             raise AssertionError(f"no alternative of {[name for name, _ in sets]} has {target}")
         return best
 
-    def _solution(self, name: str, residents: list[str], kept: int, room: tuple[int | None, int | None]) -> Solution:
+    def _solution(self, name: str, residents: list[str], kept: int, room: _Room) -> Solution:
         """What stops if this alternative is taken: what it does not have, and what does not fit."""
         bits = self._matrix.bits
         stays = [model for model in residents if bits.get(model, 0) & kept]
@@ -313,14 +345,10 @@ class MatrixPolicy:
         evict = [model for model in residents if model in gone]
         return Solution(evict, name, sum(map(self._cost, evict)), tuple(trimmed))
 
-    def _trim(self, stays: list[str], room: tuple[int | None, int | None]) -> list[str]:
+    def _trim(self, stays: list[str], room: _Room) -> list[str]:
         """The coldest of those that must also go, until the rest fits."""
         gone: list[str] = []
-        pools: tuple[tuple[int | None, Callable[[Sizes], int]], ...] = (
-            (room[0], lambda sizes: sizes.vram),
-            (room[1], lambda sizes: sizes.ram),
-        )
-        for left, size in pools:
+        for _pool, left, size in _pools(room):
             if left is None:
                 continue
             total = sum(size(self._size(model)) for model in stays if model not in gone)

@@ -95,19 +95,31 @@ def what_if(
 
     `victims` is what the policy names; with `refused` set, the service would refuse the request and stop nothing.
     """
+    running = sorted(running, key=lambda name: _protected(rules, name))  # last, as the scheduler has them
     body = {"model": model, **arithmetic(rules, model, running, vram_ceiling, ram_ceiling)}
     body["victims"] = body.pop("evicts")
-    misfit = rules.policy.misfit(model, running, vram_ceiling, ram_ceiling) if model not in running else None
-    body["refused"] = None
-    if misfit is not None:
-        holders = ", ".join(f"{name} {gib(size)}" for name, size in misfit.holders)
-        body["refused"] = (
-            f"{model} cannot fit: {gib(misfit.need)} of {misfit.pool.upper()} are needed"
-            f"{f' beside {holders}' if holders else ''}, {gib(misfit.budget)} are allowed"
-        )
+    body["refused"] = None if model in running else _refusal(rules, body, running)
     charge = rules.charges.get(model)
     body["charge"] = {"vram": charge.vram if charge else 0, "ram": charge.ram if charge else 0}
     return body
+
+
+def _protected(rules: Rules, model: str) -> bool:
+    return model in rules.models and not rules.models[model].displace
+
+
+def _refusal(rules: Rules, body: dict[str, Any], running: Sequence[str]) -> str | None:
+    """Why the service would refuse a model that is not running; None where it would load it."""
+    model = body["model"]
+    misfit = rules.policy.misfit(model, running, body["vram_ceiling"], body["ram_ceiling"])
+    if misfit is not None:
+        holders = ", ".join(f"{name} {gib(size)}" for name, size in misfit.holders)
+        return (
+            f"{model} cannot fit: {gib(misfit.need)} of {misfit.pool.upper()} are needed"
+            f"{f' beside {holders}' if holders else ''}, {gib(misfit.budget)} are allowed"
+        )
+    kept = [name for name in body["victims"] if _protected(rules, name)]
+    return f"{', '.join(kept)} would have to stop for it, and is protected (displace: false)" if kept else None
 
 
 def sentence(rules: Rules, swap: StartSwap, running: Sequence[str], snapshot: Snapshot) -> str:

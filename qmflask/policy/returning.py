@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from qmflask.policy.board import Board
 from qmflask.policy.snapshot import Snapshot
 from qmflask.states import DOWN
 
 
+@dataclass
+class Quiet:
+    """Since when the box has been idle: no answer has ended, and nothing was loaded or stopped (`since`, in ns)."""
+
+    since: int
+    _up: frozenset[str] | None = None
+
+    def look(self, snapshot: Snapshot, now: int) -> int:
+        """The same at this moment; to be asked once or twice a second, or what comes and goes is missed."""
+        up = frozenset(name for name, view in snapshot.processes.items() if view.state not in DOWN)
+        if self._up not in (None, up):
+            self.since = now
+        self._up = up
+        return max([self.since, *(view.idle_since for view in snapshot.processes.values())])
+
+
 def returns(snapshot: Snapshot, model: str, quiet_since: int, return_after: int, now: int) -> bool:
     """Whether `model`, the default one, should be loaded now; no request came for `return_after` nanoseconds.
 
-    `quiet_since` is when the last answer ended, or scheduling began. Nothing is evicted for it, nothing waits for it:
+    `quiet_since` is what `Quiet` says. Nothing is evicted for it, nothing waits for it:
     an open swap, a request anywhere or a stored failure keeps it away.
     """
     if model not in snapshot.models or now - quiet_since < return_after:

@@ -60,7 +60,9 @@ def _policy(config: Config, sizes: Mapping[str, Sizes]) -> EvictionPolicy:
     if config.router == "matrix" and config.matrix is not None:
         names = {**{model: model for model in config.models}, **config.matrix.vars}
         compiled = compile_sets(config.matrix.sets, names)
-        return MatrixPolicy(sizes, compiled, config.matrix.evict_costs, config.vram_budget, config.ram_budget, oversize)
+        protected = [model.id for model in config.models.values() if not model.displace]
+        budgets = (config.vram_budget, config.ram_budget)
+        return MatrixPolicy(sizes, compiled, config.matrix.evict_costs, *budgets, oversize, protected)
     groups = [
         GroupRule(name, group.swap, group.exclusive, group.persistent, group.pool, group.members)
         for name, group in config.groups.items()

@@ -96,7 +96,8 @@ def _assess_ready(board: Board, model: str, overdue: bool) -> Verdict:
             return _yield_to(board, swap, f"{swap.target} is about to start, and {model} renders only after that")
     if board.policy.memory_decides(model):
         return _SERVE
-    victims = tuple(board.policy.ready_victims(model, board.running(overdue)))
+    # Its memory is taken already: where only protected models should go for it, both stay.
+    victims = tuple(v for v in board.policy.ready_victims(model, board.running(overdue)) if not board.protected(v))
     return _assess_swap(board, model, victims, overdue, spawn=False) if victims else _SERVE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from qmflask.states import Phase, State, check_transition
 from qmflask.store import counters, reading
 from qmflask.store.database import Store
 from qmflask.store.rows import ProcessRow
+
+log = logging.getLogger(__name__)
 
 
 def take_office(store: Store, worker: str, now: int) -> int:
@@ -187,6 +190,15 @@ def waiting_for(tx: sqlite3.Connection, model: str) -> list[int]:
     return [row["id"] for row in tx.execute(query, (model,))]
 
 
+def wanted(tx: sqlite3.Connection, model: str) -> bool:
+    """Whether anybody waits for a model for whom others may be stopped: the default model comes at nobody's cost."""
+    query = (
+        "SELECT EXISTS (SELECT 1 FROM requests WHERE model = ? AND state = 'queued' AND kind <> 'unload'"
+        " AND NOT (kind = 'preload' AND public_id = 'default'))"
+    )
+    return bool(tx.execute(query, (model,)).fetchone()[0])
+
+
 def fail(tx: sqlite3.Connection, ids: Iterable[int], error: QmflaskError) -> set[str]:
     """Answer waiting requests with an error; returns the workers to wake."""
     woken: set[str] = set()
@@ -198,8 +210,15 @@ def fail(tx: sqlite3.Connection, ids: Iterable[int], error: QmflaskError) -> set
         ).fetchone()
         if row is not None and row["worker"]:
             woken.add(row["worker"])
-    tx.execute("DELETE FROM requests WHERE worker IS NULL AND state = 'failed'")
+    for row in tx.execute("DELETE FROM requests WHERE worker IS NULL AND state = 'failed' RETURNING *").fetchall():
+        log.warning("%s is not loaded for the %s: %s", row["model"], _own_load(row), row["error_message"])
     return woken
+
+
+def _own_load(row: sqlite3.Row) -> str:
+    """Why the leader itself wanted a model loaded, in words."""
+    kind = str(row["public_id"]).partition("-")[0]
+    return {"profile": "profile", "default": "idle box (defaultModel)"}.get(kind, "start (preload)")
 
 
 def finish(tx: sqlite3.Connection, ids: Iterable[int]) -> set[str]:
@@ -249,8 +268,9 @@ def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, no
 def activate_profile(
     tx: sqlite3.Connection, name: str | None, preload: Sequence[str], now: int, patience_at: int
 ) -> None:
-    """Make a profile active and queue what it preloads; nobody waits for those rows."""
+    """Make a profile active and queue what it preloads, in place of what the one before it still waits for."""
     tx.execute("UPDATE scheduler SET active_profile = ?", (name,))
+    tx.execute("DELETE FROM requests WHERE kind = 'preload' AND public_id LIKE 'profile-%'")
     for offset, model in enumerate(preload):
         tx.execute(
             "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
@@ -260,11 +280,20 @@ def activate_profile(
 
 
 def queue_load(tx: sqlite3.Connection, model: str, now: int) -> None:
-    """Queue one load that the leader owns; its end is nobody's answer."""
+    """Queue one load of the default model; its end is nobody's answer."""
     tx.execute(
         "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall)"
         " SELECT tick + 1, 'default', NULL, 'preload', ?, 'pending', ?, ? FROM scheduler",
         (model, now, time.time()),
+    )
+
+
+def forget_waiting_default(tx: sqlite3.Connection) -> None:
+    """Once its start is under way nobody waits for the default model: who needs the room may have its load dropped."""
+    tx.execute(
+        "DELETE FROM requests WHERE kind = 'preload' AND public_id = 'default' AND model IN"
+        " (SELECT target FROM swaps WHERE phase IN (?, ?))",
+        (Phase.STARTING.value, Phase.PROBING.value),
     )
 
 

@@ -153,7 +153,7 @@ class _Profile(_Changes):
     kind = "profileChanged"
 
     def value(self, moment: Moment) -> Any:
-        return {"active": moment.status.scheduler.active_profile}
+        return {"active": moment.body["service"]["profile"]}
 
 
 class _Status(_Changes):

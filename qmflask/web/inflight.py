@@ -69,7 +69,7 @@ class Entries:
                     "resp_headers": answered,
                     "resp_bytes": size,
                     "elapsed_ms": max(0, time.monotonic_ns() - row.arrival) // 1_000_000,
-                    "metadata": {"fifo_priority": str(row.priority)},
+                    "metadata": {"fifo_priority": str(row.priority)} | _selector(detail),
                 }
             )
         return found
@@ -80,3 +80,7 @@ class Entries:
             return self._router.activity.store.progress()
         except ActivityError:  # the recorder has said so; rows alone are still worth showing
             return {}
+
+
+def _selector(detail: dict[str, Any]) -> dict[str, str]:
+    return {"selector": detail["selector"]} if "selector" in detail else {}

@@ -8,12 +8,13 @@ from typing import Any
 
 from flask import Blueprint, Response, request
 
-from qmflask.errors import MissingModel, ModelNotFound
+from qmflask.errors import MissingModel
 from qmflask.hints import hint
 from qmflask.memory.charges import charge
+from qmflask.names import Resolved
 from qmflask.router import Router
 from qmflask.states import DOWN
-from qmflask.web import auth
+from qmflask.web import auth, targets
 from qmflask.web.answers import json_answer
 
 
@@ -30,10 +31,14 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         name = request.args.get("model", "")
         if not name:
             raise MissingModel("missing model: ask for /api/plan?model=NAME", param="model")
-        resolved = router().live.names.resolve(name)
-        if resolved is None or resolved.kind != "model":
-            raise ModelNotFound(f"no router for requested model {name!r}; GET /v1/models lists the models")
+        live = router().live
+        resolved, words = targets.destination(router(), live, name)
+        if resolved.kind == "peer":
+            return json_answer(_at_peer(resolved, words))
+        if resolved.id not in router().live.config.models:
+            raise targets.unknown(router().live, None, resolved.id)  # a reload was faster
         found = router().plan(resolved.id)
+        found["notes"] = ([words] if words else []) + found.get("notes", [])
         found["sizes"] = _sizes(router())
         found["hints"] = _hints(router(), [resolved.id, *(line["model"] for line in _residents(found))])
         return json_answer(found)
@@ -50,6 +55,14 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         return json_answer({"msg": "ok"})
 
     return routes
+
+
+def _at_peer(resolved: Resolved, words: str) -> dict[str, Any]:
+    """The plan for a model of a peer."""
+    why = f"the peer {resolved.peer} answers it; nothing is loaded or stopped here"
+    body = {"model": f"{resolved.peer}/{resolved.upstream_name}", "decision": "serve", "why": why, "state": "peer"}
+    nothing: dict[str, Any] = {"victims": [], "blockers": [], "position": None, "code": None, "pools": []}
+    return {**body, **nothing, "notes": [words] if words else []}
 
 
 def _residents(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -24,14 +24,14 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
 
     @routes.get("/api/profiles")
     def show() -> Response:
-        config = router().live.config
+        live = router().live
+        config = live.config
         auth.accept(config, request.environ)
-        active = router().active_profile() if config.profiles else None
         profiles = [
             {"id": name, "description": profile.description, "pins": profile.pins}
             for name, profile in sorted(config.profiles.items(), key=lambda item: item[0].encode())
         ]
-        return json_answer({"active": active if active in config.profiles else None, "profiles": profiles})
+        return json_answer({"active": router().active_profile(live), "profiles": profiles})
 
     @routes.put("/api/profiles/active")
     def activate() -> Response:
@@ -51,9 +51,9 @@ def _wanted(body: bytes) -> str | None:
         given: Any = parse_json(body)
     except InvalidJSON as error:
         raise BadRequest(f"invalid profile request: {error.message}") from None
-    if not isinstance(given, dict):
+    if given is not None and not isinstance(given, dict):
         raise BadRequest('invalid profile request: send {"name": "..."}')
-    if "name" not in given:
+    if not given or "name" not in given:
         raise BadRequest('profile name is required: send {"name": "..."}, or null for none')
     name = given["name"]
     if name is not None and not isinstance(name, str):

@@ -51,7 +51,7 @@ class Choices:
             made = self._made[selector.id]
             chosen = selectors.choose(selector.strategy, targets, states, reserved, selector.spillover, made)
             if chosen is None:
-                raise NoTarget(f"{selectors.NO_TARGET} of {selector.id!r}: all are stopping; try again", retry_after=1)
+                raise _no_target(selector)
             key = (selector.id, chosen.model)
             self._open[key] += 1
             self._made[selector.id] += 1
@@ -87,6 +87,30 @@ def find(
     return Target(asked, chosen.name, resolved, selector.id), release
 
 
+def destination(router: Router, live: Live, name: str) -> tuple[Resolved, str]:
+    """Where a request for `name` would go now, and why in words ("" where it is plain); nothing is reserved.
+
+    Raises ModelNotFound, NoTarget.
+    """
+    wanted = pinned(router, live, name)
+    meaning = live.names.resolve(wanted)
+    if meaning is None:
+        raise unknown(live, None, wanted)
+    words = [] if wanted == name else [f"the active profile puts {wanted!r} in place of {name!r}"]
+    if meaning.kind == "selector":
+        selector = live.config.selectors[meaning.id]
+        load = router.load_of(selector.id, everybody=True)
+        targets = [_target(live, target) for target in selector.targets]
+        chosen = selectors.choose(selector.strategy, targets, load.states, load.others, selector.spillover)
+        if chosen is None:
+            raise _no_target(selector)
+        words.append(f"the selector {selector.id!r} ({selector.strategy}) sends a request to {chosen.name!r} now")
+        found = live.names.resolve(chosen.name)
+        assert found is not None, "the configuration was checked"
+        meaning = found
+    return meaning, "; ".join(words)
+
+
 def pinned(router: Router, live: Live, name: str) -> str:
     """The name that the active profile puts in place of `name`. Raises ModelNotFound where it disables it."""
     pins = pins_of(router, live)
@@ -99,10 +123,8 @@ def pinned(router: Router, live: Live, name: str) -> str:
 
 def pins_of(router: Router, live: Live) -> dict[str, str] | None:
     """The active profile's pins; None without one. The store is asked only where profiles are configured."""
-    if not live.config.profiles:
-        return None
-    profile = live.config.profiles.get(router.active_profile() or "")
-    return profile.pins if profile is not None else None
+    active = router.active_profile(live)
+    return live.config.profiles[active].pins if active is not None else None
 
 
 def disabled(name: str) -> ModelNotFound:
@@ -121,6 +143,10 @@ def unknown(live: Live, key: ApiKey | None, name: str) -> ModelNotFound:
     shown = name if len(name) <= 200 else name[:200] + "..."
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else "; GET /v1/models lists the models"
     return ModelNotFound(f"no router for requested model {shown!r}{hint}", param="model")
+
+
+def _no_target(selector: Selector) -> NoTarget:
+    return NoTarget(f"{selectors.NO_TARGET} of {selector.id!r}: all are stopping; try again", retry_after=1)
 
 
 def _target(live: Live, name: str) -> selectors.Target:

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote
 from flask import Blueprint, Response, request
 
 from qmflask import intake as intakes
+from qmflask.configuration import Live
 from qmflask.errors import Conflict, NotFound
 from qmflask.names import Resolved
 from qmflask.relay import Relayed
@@ -60,16 +61,18 @@ class UpstreamPath:
         live = router.live
         key = auth.accept(live.config, environ)
         rest = raw_path(environ).partition("/upstream")[2]
-        found = _pinned(router, rest) or live.names.split_upstream_path(rest)
+        path = _pinned(router, live, rest)
+        found = live.names.split_upstream_path(path)
         if found is None:
-            raise NotFound(f"model not found: no model is named by {unquote(rest)[:200]!r}", param="model")
+            raise _not_found(live, rest, path)
         meaning, name, remaining = found
-        auth.check_model(key, live.config, name, meaning)
+        asked = name if path == rest else unquote(rest.removesuffix(remaining)).strip("/")
+        auth.check_model(key, live.config, asked, meaning)
         if not remaining:
-            return _with_slash(environ, f"/upstream/{quote(name, safe='/:@!$&()*+,;=~')}/")
+            return _with_slash(environ, f"/upstream/{quote(asked, safe='/:@!$&()*+,;=~')}/")
         if meaning.kind == "model" and live.config.ignores_path(unquote(remaining)):
             _need_ready(router, meaning.id, "the path matches upstream.ignorePaths, which never loads a model")
-        return Passed(self._pass(router, environ, meaning, remaining))
+        return Passed(self._pass(router, live, environ, meaning, remaining))
 
     def comfyui(self, router: Router, environ: dict[str, Any]) -> Response:
         """`/comfyui/rest`, for the one model of that name."""
@@ -84,10 +87,9 @@ class UpstreamPath:
             return _with_slash(environ, "/comfyui/")
         if remaining != "/":
             _need_ready(router, meaning.id, "only /comfyui/ can start it")
-        return Passed(self._pass(router, environ, meaning, remaining))
+        return Passed(self._pass(router, live, environ, meaning, remaining))
 
-    def _pass(self, router: Router, environ: dict[str, Any], meaning: Resolved, path: str) -> Relayed:
-        live = router.live
+    def _pass(self, router: Router, live: Live, environ: dict[str, Any], meaning: Resolved, path: str) -> Relayed:
         visit = Visit(router, environ, auth.accept(live.config, environ), path)
         try:
             if (environ["REQUEST_METHOD"], path) in _RECORDED:
@@ -116,11 +118,11 @@ class UpstreamPath:
             raise
 
 
-def _pinned(router: Router, rest: str) -> tuple[Resolved, str, str] | None:
-    """The longest pin of the active profile that begins the path. Raises ModelNotFound for a disabled one."""
-    pins = targets.pins_of(router, router.live)
+def _pinned(router: Router, live: Live, rest: str) -> str:
+    """The path with the longest pin of the active profile that begins it replaced. Raises ModelNotFound."""
+    pins = targets.pins_of(router, live)
     if not pins:
-        return None
+        return rest
     parts: list[str] = []
     best: tuple[str, str] | None = None
     at = 1
@@ -133,14 +135,20 @@ def _pinned(router: Router, rest: str) -> tuple[Resolved, str, str] | None:
                 best = ("/".join(parts), rest[end:])
         at = end + 1
     if best is None:
-        return None
+        return rest
     name, remaining = best
     if not pins[name]:
         raise targets.disabled(name)
-    meaning = router.live.names.resolve(pins[name])
-    if meaning is None or meaning.kind == "selector":
-        return None
-    return meaning, name, remaining
+    return f"/{quote(pins[name], safe='')}{remaining}"
+
+
+def _not_found(live: Live, rest: str, meant: str) -> NotFound:
+    """The error for a path that begins with no model; `meant` is the path once the profile has had its say."""
+    text = f"model not found: no model is named by {unquote(rest)[:200]!r}"
+    first = unquote(meant.split("/")[1])
+    if first in live.config.selectors:
+        text += f"; {first[:200]!r} is a selector, which chooses for requests that name it in their body or query"
+    return NotFound(text, param="model")
 
 
 def _with_slash(environ: dict[str, Any], path: str) -> Response:

@@ -16,7 +16,7 @@ import pytest
 
 from qmflask.config import Source, load
 from tests.integration.conftest import StartService
-from tests.service import PATIENCE, REPO, Service
+from tests.service import PATIENCE, REPO, Service, eventually
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))]
 #: What a page may show without its being run, beside blocks marked `not-run`: these are what the tests themselves do
@@ -65,7 +65,11 @@ def named(block: Block) -> str:
     return f"{block.page}:{block.line}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml" and not b.marks], ids=named)
+#: Configurations are loaded; those marked `served` are in force for the commands that follow on their page.
+OF_CONFIGURATIONS = [b for b in BLOCKS if b.language == "yaml" and b.marks in ("", "served")]
+
+
+@pytest.mark.parametrize("block", OF_CONFIGURATIONS, ids=named)
 def test_configurations_load(block: Block) -> None:
     environ = {name: f"value-{name}" for name in re.findall(r"\$\{env\.(\w+)\}", block.text)}
     loaded = load([Source(named(block), block.text)], environ, strict=True)
@@ -98,12 +102,33 @@ def test_every_page_is_linked_from_the_readme() -> None:
 # --- commands ---------------------------------------------------------------------------------------------
 
 
+def demonstration() -> str:
+    """What the other pages' commands are about; `coder` is of the README's example."""
+    text = (REPO / "conf" / "quartermaster.yaml").read_text()
+    return quick(text.replace("aliases: [gpt-4o]", "aliases: [gpt-4o, coder]"))
+
+
+def quick(text: str) -> str:
+    """The same models without the waiting."""
+    return re.sub(r" --load-time \S+", "", text).replace("--port", "--load-time 0.1 --pace 1000 --port")
+
+
+def serve(service: Service, text: str) -> None:
+    """Put a configuration in force in every worker, with nothing loaded."""
+    service.write_config(text)
+    wanted = service.post("/api/config/reload").json()["generation"]
+
+    def all_agree() -> bool:
+        return all(service.get("/api/config").json()["worker_generation"] >= wanted for _ in range(6))
+
+    eventually(all_agree, "all workers have the page's configuration")
+    assert service.get("/unload").status == 200
+
+
 @pytest.fixture
 def place(start_service: StartService, tmp_path: Path, tiny_gguf: Callable[..., Path]) -> Service:
-    """The demonstration, served, and a folder with what the pages speak of; `coder` is of the README's example."""
-    demonstration = (REPO / "conf" / "quartermaster.yaml").read_text()
-    quick = re.sub(r" --load-time \S+", "", demonstration).replace("--port", "--load-time 0.1 --pace 1000 --port")
-    service = start_service(quick.replace("aliases: [gpt-4o]", "aliases: [gpt-4o, coder]"))
+    """The demonstration, served, and a folder with what the pages speak of."""
+    service = start_service(demonstration())
     folder = tmp_path / "place"
     (folder / "bin").mkdir(parents=True)
     (folder / "models").mkdir()
@@ -126,6 +151,9 @@ def test_commands_do_what_is_shown(place: Service, tmp_path: Path) -> None:
     for page in PAGES:
         assert place.get("/unload").status == 200
         for block in BLOCKS:
+            if block.page == page and block.language == "yaml" and block.marks == "served":
+                (folder / "served.yaml").write_text(block.text)
+                serve(place, quick(block.text))
             if block.page == page and block.language == "python":
                 run([sys.executable, "-c", here(block.text, place)], block, folder, environ)
                 ran += 1
@@ -137,6 +165,8 @@ def test_commands_do_what_is_shown(place: Service, tmp_path: Path) -> None:
                 words = ["bash", "-c", here(command, place)]
                 check(run(words, block, folder, environ), shown, f"{named(block)}: {command}")
                 ran += 1
+        if any(block.page == page and block.marks == "served" for block in BLOCKS):
+            serve(place, demonstration())
     assert ran > 15, "the blocks are not found any more"
 
 

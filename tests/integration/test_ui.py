@@ -270,3 +270,57 @@ def test_eight_pages_on_few_slots_all_show_changes(start_service: StartService, 
     for tab in tabs:
         card(tab, "alpha").locator(".pill.ready").wait_for()
     assert eventually(lambda: service.get("/api/status").status == 200, "status answers")
+
+
+def test_profiles_and_selectors_are_shown_and_used(start_service: StartService, open_page: Callable[..., Page]) -> None:
+    def config(service: Service) -> dict[str, object]:
+        return {
+            "models": {name: {"cmd": service.fake(name)} for name in ("ant", "bee", "cat")},
+            "groups": {"all": {"swap": False, "members": ["ant", "bee", "cat"]}},
+            "selectors": {
+                "coder": {"strategy": "warm", "targets": ["ant", "bee"], "name": EVIL},
+                "spread": {"strategy": "spillover", "targets": ["ant", "cat"], "settings": {"spillover": 2}},
+            },
+            "profiles": {
+                "day": {"description": EVIL, "pins": {"front": "bee", EVIL: None}, "preload": ["bee"]},
+                EVIL: {"pins": {"front": "cat"}},
+            },
+        }
+
+    service = start_service(config, workers=2, threads=64)
+    page = open_page(service)
+    tab = page.open()
+    picker = tab.get_by_label("Profile", exact=True)
+    panel = tab.get_by_role("region", name="Selectors and profile")
+    row = panel.locator("tr", has_text="coder")
+    assert row.locator("li").all_inner_texts() == ["ant\nnot loaded", "bee\nnot loaded"]
+    assert "2 requests each" in panel.locator("tr", has_text="spread").inner_text()
+    assert panel.locator("h2").all_inner_texts() == ["Selectors"]
+    picker.focus()
+    tab.keyboard.press("ArrowDown")  # by keyboard: the first profile after "no profile"
+    panel.locator("h2", has_text="img").wait_for()
+    assert service.get("/api/profiles").json()["active"] == EVIL
+    assert tab.evaluate("document.activeElement.id") == "profile"
+    picker.select_option("day")
+    panel.locator("h2", has_text="Profile day").wait_for()
+    panel.locator("tr", has_text="onerror").get_by_text("nothing: requests for it get 404").wait_for()
+    row.locator("li", has_text="beeready").wait_for()  # preloaded by the profile
+    assert service.chat("front").header("X-QM-Model") == "bee"
+
+    row.get_by_role("link", name="Plan for coder").click()
+    tab.locator("dl.pairs", has_text="Goes to").wait_for()
+    assert "'coder' (warm) sends a request to 'bee' now" in tab.locator("main").inner_text()
+    tab.goto(f"{service.url}/ui/#try/front")
+    tab.get_by_label("Message", exact=True).last.fill("who is it?")
+    button(tab, "Send").click()
+    tab.locator(".msg.assistant .stats", has_text="tokens").wait_for()
+    assert service.chat("coder").header("X-QM-Model") == "bee"
+    tab.goto(f"{service.url}/ui/#activity")
+    asked = tab.locator("tbody tr", has_text="asked: coder").first
+    asked.wait_for()
+    asked.press("Enter")
+    assert "Selector\ncoder" in tab.locator("dialog dl").inner_text()
+    tab.keyboard.press("Escape")
+
+    assert service.request("PUT", "/api/profiles/active", {"name": None}).status == 200  # by somebody else
+    eventually(lambda: picker.input_value() == "-", "the picker follows")

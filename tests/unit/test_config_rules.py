@@ -161,13 +161,15 @@ def test_default_group() -> None:
         ("routing: {scheduler: {use: lifo}}", "unknown scheduler"),
         ("matrix: {sets: {}}", "at least one set"),
         ("matrix: {vars: {a: a}}", "at least one set"),
-        ("matrix: {sets: [a]}", "sets"),
+        ("matrix: {sets: [a]}", "sets must be a mapping"),
+        ("matrix: {sets: {s: ~}}", 'set "s": empty DSL expression'),
+        ("matrix: {sets: {s: a}, vars: {v: ~}}", 'references unknown model ""'),
+        ("matrix: {sets: {s: a}, evict_costs: {a: ~}}", "must be a positive integer"),
         ("matrix: {sets: {s: a}, vars: {'a_b': a}}", "must contain only alphanumeric"),
         (f"matrix: {{sets: {{s: a}}, vars: {{{'v' * 33}: a}}}}", "1-32"),
         ("matrix: {sets: {s: a}, vars: {v: al}}", 'references unknown model "al"'),
         ("matrix: {sets: {s: '(a'}}", "matrix: set"),
         ("matrix: {sets: {s: a}, evict_costs: {a: -1}}", "must be a positive integer"),
-        ("matrix: {sets: {s: a}, vars: {v: a}, evict_costs: {a: 1, v: 2}}", "two costs"),
     ],
 )
 def test_routing_errors(text: str, part: str) -> None:

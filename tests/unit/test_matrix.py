@@ -63,9 +63,13 @@ def test_solve(case: dict[str, Any]) -> None:
         ("| owl", "parse: unexpected token"),
         ("(owl | elk", "parse: missing closing parenthesis"),
         ("org/owl", "tokenize: unexpected character '/' at position 3"),
+        ("ghost & (owl", "parse: missing closing parenthesis"),
+        ("ghost owl", "parse: unexpected token"),
+        ("owl | spook & ghost", 'unknown var or model "spook"'),
         ("+s", 'circular reference detected involving set "s"'),
         ("+a & owl", 'circular reference detected involving set "s"'),
         ("(" * 5000 + "owl" + ")" * 5000, "nested more than"),
+        ("&".join(["owl"] * 5001), "names more than 5000 models"),
     ],
 )
 def test_messages(text: str, message: str) -> None:
@@ -224,6 +228,29 @@ def test_a_set_too_large_as_a_whole_still_permits_its_parts() -> None:
     assert 'set "s" does not fit the budget with c' in policy.explain("t", ["c", "a", "b"]).notes
 
 
+def test_the_plan_says_which_set_was_no_candidate_and_why() -> None:
+    sizes = {"t": Sizes(10 << 30), "a": Sizes(20 << 30), "b": Sizes(5 << 30)}
+    matrix = compiled([("p1", "t & a"), ("p2", "t & b")], ["t", "a", "b"])
+    policy = MatrixPolicy(sizes, matrix, {"a": 3}, vram_budget=24 << 30)
+    assert policy.explain("t", ["a", "b"]).notes == (
+        'set "p2" is the cheapest that has the target, at cost 3',
+        'set "p1" would cost 1, but does not fit: t with a takes 30 GiB of VRAM, 24 GiB are allowed',
+    )
+    assert MatrixPolicy(sizes, matrix, {"a": 3}).explain("t", ["a", "b"]).notes == (
+        'set "p1" is the cheapest that has the target, at cost 1',
+    )
+
+
+def test_a_protected_model_is_named_only_where_no_set_keeps_it() -> None:
+    matrix = compiled([("p1", "t & a"), ("p2", "t & b"), ("p3", "t")], ["t", "a", "b"])
+    assert MatrixPolicy({}, matrix, {"a": 9}).eviction_for("t", ["a", "b"]) == ["b"]
+    policy = MatrixPolicy({}, matrix, {"a": 9}, protected=["b"])
+    assert policy.solve("t", ["a", "b"]) == (["a"], "p2", 9, ())
+    assert policy.solve("a", ["b"]).evict == ["b"]
+    tight = MatrixPolicy(dict.fromkeys("tab", Sizes(8)), matrix, vram_budget=8, protected=["b"])
+    assert tight.solve("t", ["a", "b"]).total_cost == 2, "what it weighs is no cost that is shown"
+
+
 def test_system_memory_counts_too() -> None:
     sizes = {"t": Sizes(0, 8), "a": Sizes(0, 8), "b": Sizes(4, 8)}
     policy = MatrixPolicy(sizes, compiled([("s", "t & a & b")], list("tab")), ram_budget=16)
@@ -290,6 +317,36 @@ def test_with_budgets_combinations_are_not_expanded_either() -> None:
     assert time.perf_counter() - began < 2
     stays = set(models) - set(found.evict)
     assert sum(sizes[model].vram for model in stays) <= 30
+
+
+def test_what_is_too_wide_to_be_weighed_whole_still_gives_a_permitted_answer() -> None:
+    """Sixteen running models in each of eight parts: 65 536 mixes of them, of which the beam keeps a thousand."""
+    models = [f"m{n}" for n in range(16)]
+    part = "(" + " | ".join(f"(t & {model})" for model in models) + ")"
+    matrix = compiled([("s", " & ".join([part] * 8))], [*models, "t"])
+    for policy in (MatrixPolicy({}, matrix), MatrixPolicy(dict.fromkeys(models, Sizes(1)), matrix, vram_budget=5)):
+        found = policy.solve("t", models)
+        stays = [model for model in models if model not in found.evict]
+        assert len(stays) == 8
+        assert matrix.permits([*stays, "t"])
+
+
+@pytest.mark.parametrize("sign", ["&", "|"])
+def test_sets_that_name_each_other_twice_do_not_double(sign: str) -> None:
+    """Written out, the last one has 2^59 parts."""
+    sets = [("s0", "a | b | t")] + [(f"s{n}", f"+s{n - 1} {sign} +s{n - 1}") for n in range(1, 60)]
+    matrix = compiled(sets, ["a", "b", "t"])
+    assert MatrixPolicy({}, matrix).solve("t", ["a", "b"]).evict == ([] if sign == "&" else ["a", "b"])
+    assert matrix.permits(["a", "b", "t"]) == (sign == "&")
+
+
+def test_a_union_of_more_choices_than_anybody_writes_is_weighed_in_a_moment() -> None:
+    models = [f"m{n}" for n in range(40)]
+    text = " & ".join(f"(m{n % 40} | t | m{(n * 7 + 3) % 40})" for n in range(1600))
+    matrix = compiled([("s", text)], [*models, "t"])
+    assert MatrixPolicy({}, matrix).solve("t", models[:16]).evict == [], "65 536 mixes at each of 1600 steps"
+    budgeted = MatrixPolicy(dict.fromkeys([*models, "t"], Sizes(1)), matrix, vram_budget=9)
+    assert len(budgeted.solve("t", models[:16]).evict) >= 8
 
 
 def test_a_hundred_models_in_fifty_sets() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes
-from qmflask.policy.returning import returns
+from qmflask.policy.returning import Quiet, returns
 from qmflask.policy.schedule import Failure, ModelRule, ProcessView, RequestView, Snapshot, SwapView
 from qmflask.states import State
 
@@ -65,3 +65,18 @@ def test_it_never_evicts() -> None:
 def test_one_that_cannot_fit_or_is_unknown_is_not_tried() -> None:
     assert not asked(QUIET, "huge")
     assert not asked(QUIET, "nobody")
+
+
+def test_the_box_is_quiet_since_the_last_answer_load_or_stop() -> None:
+    quiet = Quiet(5)
+    assert quiet.look(QUIET, 6) == 5
+    loading = with_process(ProcessView("guest", State.STARTING))
+    assert quiet.look(loading, 10) == 10
+    assert quiet.look(loading, 20) == 10
+    assert quiet.look(with_process(ProcessView("guest", State.READY, idle_since=30)), 31) == 30
+    assert quiet.look(QUIET, 40) == 40, "unloaded: whoever did that does not want the next one loaded at once"
+    assert quiet.look(with_process(ProcessView("home", State.FAILED, failure=Failure("x", "y", 60))), 50) == 40
+
+
+def test_a_new_leader_takes_what_it_finds_for_no_stir() -> None:
+    assert Quiet(5).look(with_process(ProcessView("guest", State.READY, idle_since=3)), 9) == 5

@@ -649,6 +649,15 @@ def test_a_protected_model_itself_may_evict_and_restart() -> None:
     assert sim.req("a2", "ant") == ["start ant evict=[ant]"]
 
 
+def test_who_is_loaded_beside_a_protected_model_is_served() -> None:
+    """Groups say that ant goes when bee is asked for; it may not, and bee's memory is taken already."""
+    policy = GroupPolicy({}, [GroupRule("home", swap=False, exclusive=False, members=("ant",))], 0)
+    sim = Simulator({"ant": ModelRule("ant", displace=False), "bee": ModelRule("bee"), "cat": ModelRule("cat")}, policy)
+    loaded(sim, "bee", "ant")
+    assert sim.req("b1", "bee") == ["serve b1"]
+    assert sim.req("c1", "cat") == ["reject c1: 409"]
+
+
 def test_its_refusal_is_an_error_that_clients_can_meet() -> None:
     assert from_code("model_protected", "x").status == 409
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -406,3 +408,68 @@ def test_a_read_inside_a_write_sees_the_write(tmp_path: Path) -> None:
     with store.read() as tx:
         assert reading.scheduler(tx).schedule_version == 2
     store.close()
+
+
+# --- profiles -----------------------------------------------------------------------------------------------------
+
+
+def preloads(store: Store) -> list[str]:
+    with store.read() as tx:
+        return [row.model for row in reading.requests(tx, "pending", "queued") if row.kind == "preload"]
+
+
+def activate(store: Store, name: str | None, *preload: str) -> None:
+    with store.write() as tx:
+        scheduling.activate_profile(tx, name, preload, NOW, 0)
+
+
+def active(store: Store) -> str | None:
+    with store.read() as tx:
+        return reading.scheduler(tx).active_profile
+
+
+def test_a_profile_takes_the_place_of_what_the_one_before_it_still_waits_for(store: Store) -> None:
+    with store.write() as tx:
+        scheduling.queue_preload(tx, ["ant"], "master", NOW, 0)
+    activate(store, "day", "bee", "cat")
+    with store.write() as tx:
+        scheduling.mark_queued(tx, tx.execute("SELECT id FROM requests WHERE model = 'bee'").fetchone()[0])
+    activate(store, "night", "dog")
+    assert (active(store), preloads(store)) == ("night", ["ant", "dog"]), "the start's own list is another matter"
+    activate(store, None)
+    assert (active(store), preloads(store)) == (None, ["ant"])
+
+
+def test_a_worker_killed_between_activation_and_commit_changes_nothing(store: Store, tmp_path: Path) -> None:
+    activate(store, "day", "ant")
+    child = os.fork()
+    if child == 0:  # what the worker does, up to the moment before its commit
+        with Store(tmp_path, "boot-1").write() as tx:
+            scheduling.activate_profile(tx, "night", ["bee"], NOW, 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert (active(store), preloads(store)) == ("day", ["ant"])
+    activate(store, "night", "bee")
+    assert (active(store), preloads(store)) == ("night", ["bee"])
+
+
+def test_nobody_waits_for_the_default_model_once_its_load_is_under_way(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    with store.write(term) as tx:
+        scheduling.queue_load(tx, "ant", NOW)
+        row = tx.execute("SELECT id FROM requests").fetchone()[0]
+        scheduling.mark_queued(tx, row)
+        assert scheduling.waiting_for(tx, "ant") == [row]
+        assert not scheduling.wanted(tx, "ant"), "others are not stopped for it"
+        swap = scheduling.open_swap(tx, "ant", [], [], "asked", NOW)
+        scheduling.forget_waiting_default(tx)
+        assert scheduling.waiting_for(tx, "ant") == [row], "a swap that has not begun would be dropped"
+        scheduling.set_phase(tx, swap, Phase.STARTING)
+        scheduling.forget_waiting_default(tx)
+        assert scheduling.waiting_for(tx, "ant") == []
+    admission.enqueue(store, arrival())
+    with store.read() as tx:
+        assert scheduling.wanted(tx, "ant") is False
+    admission.enqueue(store, arrival(), "queued")
+    with store.read() as tx:
+        assert scheduling.wanted(tx, "ant")

@@ -122,7 +122,10 @@ function row(record) {
   };
   return h("tr.click", { tabIndex: 0, onclick: open, onkeydown: key },
     cell("Time", time(record.timestamp)),
-    cell("Model", h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model)),
+    cell("Model", [
+      h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model),
+      record.metadata?.selector ? h("div.faint", `asked: ${record.metadata.selector}`) : null,
+    ]),
     cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break", record.error_msg.slice(0, 160)) : null)),
     status,
     cell("Prompt", count(tokens.input_tokens)), cell("Generated", count(tokens.output_tokens)), cell("Cached", count(tokens.cache_tokens)),
@@ -230,7 +233,7 @@ async function details(record) {
 function pairs(record) {
   const { tokens } = record;
   const found = [
-    ["Time", time(record.timestamp)], ["Model", record.model], ["Path", record.req_path], ["Status", record.resp_status_code],
+    ["Time", time(record.timestamp)], ["Model", record.model], ["Selector", record.metadata?.selector], ["Path", record.req_path], ["Status", record.resp_status_code],
     ["Error", record.error_msg], ["Key", record.key_name], ["Client", record.remote], ["Request id", record.request_id],
     ["Waited", record.wait_ms === null ? "" : `${ms(record.wait_ms)}${record.load_ms === null ? "" : `, of that ${ms(record.load_ms)} loading`}`],
     ["First byte", record.first_byte_ms === null ? "" : ms(record.first_byte_ms)], ["Duration", ms(record.duration_ms)], ["Bytes", size(record.bytes)],

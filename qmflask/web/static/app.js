@@ -2,6 +2,7 @@
 
 import { fill, h, say } from "./dom.js";
 import { box, connect, subscribe } from "./live.js";
+import { profilePicker } from "./names.js";
 
 const VIEWS = {
   overview: ["Overview", () => import("./overview.js")],
@@ -68,6 +69,7 @@ function frame({ status, link, refusal }) {
   title();
   notices(status, link, refusal);
   if (!status) return;
+  profilePicker(document.getElementById("profile"), status);
   const waiting = status.requests.filter((request) => request.state === "queued").length;
   const badge = document.querySelector('#views a[data-view="queue"] .badge');
   badge.hidden = waiting === 0;

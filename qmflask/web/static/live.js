@@ -120,9 +120,17 @@ export async function get(path, options = {}) {
   return response.json();
 }
 
-export async function post(path, body) {
+export function post(path, body) {
+  return send("POST", path, body);
+}
+
+export function put(path, body) {
+  return send("PUT", path, body);
+}
+
+async function send(method, path, body) {
   const response = await fetch(ROOT + path, {
-    method: "POST",
+    method,
     headers: { "Content-Type": "application/json", Accept: "application/json" },
     body: body === undefined ? undefined : JSON.stringify(body),
   });

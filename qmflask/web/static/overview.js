@@ -3,6 +3,7 @@
 import { Keyed, fill, h, once, say, toast } from "./dom.js";
 import { clock, hue, size, span } from "./format.js";
 import { box, elapsed, name, post, subscribe } from "./live.js";
+import { drawNames } from "./names.js";
 
 const STATES = {
   ready: "ready",
@@ -15,6 +16,7 @@ const STATES = {
 
 export function show(main) {
   const memory = h("section.panel.stack", { "aria-label": "Memory" });
+  const names = h("section.panel.stack", { "aria-label": "Selectors and profile", hidden: true });
   const cards = h("div.cards");
   const none = h("p.empty");
   const filter = h("input", { type: "search", placeholder: "Filter models", "aria-label": "Filter models", oninput: draw });
@@ -24,7 +26,7 @@ export function show(main) {
   const service = h("p.faint");
   main.append(
     h("div.head", h("h1", "Overview"), unlistedLabel, filter, all),
-    memory, cards, none, service,
+    memory, cards, none, names, service,
   );
   const keyed = new Keyed(cards, card);
 
@@ -43,6 +45,7 @@ export function show(main) {
       : "No models are configured yet. Add one under `models:` in your configuration file; it is taken up within two seconds.");
     all.disabled = !status.models.some((model) => ["ready", "starting", "draining"].includes(model.state));
     drawMemory(memory, status);
+    drawNames(names, status);
     const { workers, leader, term, generation } = status.service;
     say(service, `${workers.length} worker${workers.length === 1 ? "" : "s"}, scheduler in process ${leader ?? "–"} (term ${term}), `
       + `configuration ${generation}, version ${document.documentElement.dataset.version}`);

@@ -12,12 +12,13 @@ export function show(main, rest) {
   const out = h("div.stack");
   main.append(h("div.head", h("h1", "Plan"), h("label", "If this were asked for now:", picker), load), out);
   let model = rest;
+  let target = ""; // what is loaded: a selector's choice of the moment
   let seen = "";
   let left = false;
 
   function changed({ status }) {
     if (!status) return;
-    const wanted = status.models.filter((each) => !each.removed).map((each) => each.id);
+    const wanted = [...status.models.filter((each) => !each.removed), ...status.selectors].map((each) => each.id);
     if (!wanted.length) {
       fill(out, h("section.panel", h("p.empty", "No models are configured yet. Add one under `models:` in your configuration file.")));
       picker.hidden = load.hidden = true;
@@ -28,7 +29,7 @@ export function show(main, rest) {
     if (!wanted.includes(model)) wanted.push(model);
     once(picker, wanted, () => wanted.map((id) => h("option", { value: id }, id)));
     picker.value = model;
-    const key = JSON.stringify([model, status.models.map((each) => [each.id, each.state, each.inflight]), status.swaps.length, status.requests.length]);
+    const key = JSON.stringify([model, status.models.map((each) => [each.id, each.state, each.inflight]), status.swaps.length, status.requests.length, status.service.profile]);
     if (key !== seen) {
       seen = key;
       look();
@@ -47,11 +48,13 @@ export function show(main, rest) {
   }
 
   function draw(plan) {
-    load.disabled = ["ready", "starting"].includes(plan.state);
-    once(out, [plan.decision, plan.why, plan.victims, plan.blockers, plan.pools, plan.notes], () => [
+    target = plan.model;
+    load.disabled = ["ready", "starting", "peer"].includes(plan.state);
+    once(out, [plan.model, plan.decision, plan.why, plan.victims, plan.blockers, plan.pools, plan.notes], () => [
       h("section.panel.stack",
         h("p.verdict", h("b", VERDICTS[plan.decision] ?? plan.decision), ": ", plan.why),
         h("dl.pairs",
+          plan.model === model ? null : pair("Goes to", plan.model),
           pair("Now", plan.state),
           plan.charge && pair("Needs", [plan.charge.vram ? `${size(plan.charge.vram)} VRAM` : "", plan.charge.ram ? `${size(plan.charge.ram)} RAM` : ""].filter(Boolean).join(", ") || "unknown: no size is configured or learned"),
           pair("Would stop", plan.victims?.length ? plan.victims.join(", ") : "nothing"),
@@ -65,8 +68,8 @@ export function show(main, rest) {
   async function go() {
     load.disabled = true;
     try {
-      await post(`api/models/load/${name(model)}`);
-      toast(`${model} is loaded.`);
+      await post(`api/models/load/${name(target || model)}`);
+      toast(`${target || model} is loaded.`);
     } catch (error) {
       toast(error.message, true);
     } finally {

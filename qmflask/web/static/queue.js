@@ -82,7 +82,7 @@ function cancelButton(request) {
 
 function from(request) {
   const { detail } = request;
-  return [detail.key, detail.remote].filter(Boolean).join(" · ") || { preload: "preload", load: "load command" }[request.kind] || "–";
+  return [detail.selector && `asked: ${detail.selector}`, detail.key, detail.remote].filter(Boolean).join(" · ") || { preload: "preload", load: "load command" }[request.kind] || "–";
 }
 
 function waitingRow(first) {

@@ -45,7 +45,7 @@ export function show(main, rest) {
   function models({ status }) {
     if (!status) return;
     const local = status.models.filter((model) => !model.removed).flatMap((model) => [model.id, ...model.aliases]);
-    const wanted = [...local, ...(status.service.selectors ?? []), ...status.peers.map((peer) => peer.id)];
+    const wanted = [...new Set([...local, ...pinned(status), ...status.selectors.map((each) => each.id), ...status.peers.map((peer) => peer.id)])];
     if (chosen && !wanted.includes(chosen)) wanted.push(chosen);
     none.hidden = wanted.length > 0;
     place.hidden = wanted.length === 0;
@@ -76,6 +76,12 @@ export function show(main, rest) {
     clearInterval(timer);
     for (const page of pages.values()) page.leave?.();
   };
+}
+
+/** Names that only the active profile gives a meaning to. */
+function pinned(status) {
+  const active = status.profiles.find((profile) => profile.id === status.service.profile);
+  return Object.entries(active?.pins ?? {}).filter(([, target]) => target).map(([name]) => name);
 }
 
 async function send(path, body, signal) {

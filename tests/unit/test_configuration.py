@@ -1,0 +1,65 @@
+"""Who publishes a changed file: one process, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qmflask.configuration import SECOND, Configuration
+from qmflask.store import Store, prepare_state_directory, reading, scheduling
+
+ONE = "models: {a: {cmd: 'r ${PORT}'}}\n"
+TWO = ONE + "logLevel: warn\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    prepare_state_directory(tmp_path / "state")
+    opened = Store(tmp_path / "state", "boot-1")
+    yield opened
+    opened.close()
+
+
+def generation(store: Store) -> int:
+    with store.read() as tx:
+        return reading.scheduler(tx).config_generation
+
+
+def test_the_leader_does_not_publish_again_what_another_worker_has_taken(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "config.yaml"
+    source.write_text(ONE)
+    leader, other = (Configuration(source, tmp_path / "state") for _ in range(2))
+    leader.boot(store, "master")
+    other.boot(store, "master")
+    assert leader.look(store, SECOND) is None
+    source.write_text(TWO)
+    assert other.reload(store) == ""
+    published = generation(store)
+    assert leader.look(store, 3 * SECOND) is None
+    assert generation(store) == published
+    source.write_text(ONE)
+    assert leader.look(store, 5 * SECOND) == ""
+    assert generation(store) == published + 1
+
+
+def test_a_file_that_was_put_right_again_ends_the_complaint(store: Store, tmp_path: Path) -> None:
+    """Also where that is the very file that is in force."""
+    source = tmp_path / "config.yaml"
+    source.write_text(ONE)
+    leader = Configuration(source, tmp_path / "state")
+    leader.boot(store, "master")
+    stamp = source.stat()
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("models: [")
+    source.rename(tmp_path / "right.yaml")
+    wrong.rename(source)
+    assert leader.look(store, SECOND) is None, "it may be half written"
+    told = leader.look(store, 3 * SECOND)
+    assert told
+    with store.write() as tx:
+        scheduling.set_config_error(tx, told)
+    (tmp_path / "right.yaml").rename(source)
+    assert (source.stat().st_ino, source.stat().st_mtime_ns) == (stamp.st_ino, stamp.st_mtime_ns)
+    assert leader.look(store, 5 * SECOND) == ""
