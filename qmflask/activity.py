@@ -57,6 +57,8 @@ class Surroundings:
     sample: Callable[[], Mapping[str, Any]]
     #: Whether the disk is full: then nothing is recorded, what room there is belongs to the scheduler.
     full: Callable[[], bool] = lambda: False
+    #: This worker's slots by kind: (all, taken).
+    slots: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
 
 class Activity:
@@ -79,6 +81,8 @@ class Activity:
         self._watch_told = 0.0
         self._watched = 0.0
         self._published = False
+        self._slots: Mapping[str, tuple[int, int]] = {}
+        self._next_slots = 0.0
         self._next_prune = 0.0
         self._next_sample = 0.0
         self.store = ActivityStore(self._path())
@@ -156,6 +160,7 @@ class Activity:
             self._follow_configuration()
             self._echo_models()
             self._try(self._publish_progress)
+            self._try(self._publish_slots)
             self._try(self._sample)
             if time.monotonic() >= self._next_prune:
                 self._next_prune = time.monotonic() + PRUNE_EVERY
@@ -206,8 +211,10 @@ class Activity:
         if path != self.store.path:
             old, self.store = self.store, ActivityStore(path)
             old.close()
+            self._slots = {}
         elif self.store.gone():
             log.warning("%s was removed: beginning a new one", path)
+            self._slots = {}
 
     def _echo_models(self) -> None:
         """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout.
@@ -245,6 +252,13 @@ class Activity:
             elif self._published:
                 self.store.publish(self._around.worker, {})
             self._published = watched
+
+    def _publish_slots(self) -> None:
+        """Once a second at most, and only what has changed: scrapes of other workers read it."""
+        slots = self._around.slots()
+        if slots != self._slots and time.monotonic() >= self._next_slots:
+            self.store.publish_slots(self._around.worker, slots)
+            self._slots, self._next_slots = slots, time.monotonic() + 1.0
 
     def _sample(self) -> None:
         """The leader's worker reads the host every `performance.every`."""

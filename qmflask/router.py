@@ -25,6 +25,7 @@ from qmflask.leases import NO_WISHES, Ask, Lease, Pending, Waiter
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children, Identity
+from qmflask.slots import Slots
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
@@ -61,8 +62,8 @@ class Router:
         grace: float | None = None,
     ) -> None:
         self._alive = alive
-        self._slots = threading.Semaphore(slots)
-        self.viewers = threading.Semaphore(viewers)
+        self._slots = Slots(slots)
+        self.viewers = Slots(viewers)
         for warning in prepare_state_directory(state):
             log.warning("%s", warning)
         self.state = state
@@ -150,6 +151,9 @@ class Router:
             load_ms=load_ms,
             sample=sample,
             full=lambda: self._full,
+            slots=lambda: {
+                kind: (s.total, s.taken) for kind, s in (("inference", self._slots), ("page", self.viewers))
+            },
         )
 
     def start(self) -> None:

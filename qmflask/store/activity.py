@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import Any
 from qmflask.store import bulk, counters
 from qmflask.store.counters import Sum, Tally
 
-VERSION = 1
+VERSION = 2
 _SIZES = ("page_count", "freelist_count", "page_size")
 #: Records, and pages, that one step of a pruning removes.
 _SLICE = 500
@@ -39,6 +39,10 @@ CREATE TABLE IF NOT EXISTS captures (
 );
 CREATE TABLE IF NOT EXISTS progress (              -- requests in flight, only while somebody looks
     request TEXT PRIMARY KEY, worker TEXT NOT NULL, bytes INTEGER NOT NULL, headers TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS slots (                 -- of each worker, living or not
+    worker TEXT NOT NULL, kind TEXT NOT NULL, total INTEGER NOT NULL, taken INTEGER NOT NULL,
+    PRIMARY KEY (worker, kind)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS performance (time REAL PRIMARY KEY, body TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -99,12 +103,15 @@ class Filter:
     end: int | None = None
     min_id: int | None = None
     max_id: int | None = None
+    failed: bool = False
 
     def where(self) -> tuple[str, list[Any]]:
         """The condition and its parameters."""
         parts, values = ["1"], list[Any](self.models)
         if self.models:
             parts.append(f"model IN ({', '.join('?' * len(self.models))})")
+        if self.failed:
+            parts.append("resp_status_code >= 400")
         for column, operator, value in (
             ("time", ">=", self.start),
             ("time", "<=", self.end),
@@ -285,6 +292,7 @@ class ActivityStore:
                 tx.execute("DELETE FROM captures")
                 tx.execute("UPDATE records SET has_capture = 0 WHERE has_capture <> 0")
                 tx.execute("DELETE FROM progress")
+                tx.execute("DELETE FROM slots")
 
     # -- progress of what is in flight ------------------------------------------------------------------------
 
@@ -305,6 +313,17 @@ class ActivityStore:
             tx.execute("DELETE FROM progress WHERE worker = ?", (worker,))
             values = [(request, worker, size, headers) for request, (size, headers) in rows.items()]
             tx.executemany("INSERT INTO progress (request, worker, bytes, headers) VALUES (?, ?, ?, ?)", values)
+
+    def publish_slots(self, worker: str, slots: Mapping[str, tuple[int, int]]) -> None:
+        """Replace what is known of one worker's slots: kind -> (all, taken)."""
+        with self._transaction("BEGIN IMMEDIATE") as tx:
+            values = [(worker, kind, total, taken) for kind, (total, taken) in slots.items()]
+            tx.executemany("INSERT OR REPLACE INTO slots (worker, kind, total, taken) VALUES (?, ?, ?, ?)", values)
+
+    def slots(self) -> list[tuple[str, str, int, int]]:
+        """Worker, kind, all and taken slots, of workers that may be gone."""
+        with self._transaction("BEGIN") as tx:
+            return [tuple(row) for row in tx.execute("SELECT worker, kind, total, taken FROM slots")]
 
     def progress(self) -> dict[str, tuple[int, str]]:
         """Bytes and answer headers (JSON) by request id, as far as published."""
@@ -346,6 +365,13 @@ class ActivityStore:
         """The id of the newest record ever written, 0 before the first."""
         with self._transaction("BEGIN") as tx:
             return _last_id(tx)
+
+    def last_used(self, models: Iterable[str]) -> dict[str, int]:
+        """When each model was asked last (wall seconds); those that were not, or so long ago, are left out."""
+        query = "SELECT time FROM records WHERE model = ? ORDER BY id DESC LIMIT 1"
+        with self._transaction("BEGIN") as tx:
+            found = {model: tx.execute(query, (model,)).fetchone() for model in models}
+        return {model: row[0] for model, row in found.items() if row is not None}
 
     def totals(self, model: str | None) -> dict[str, int]:
         """Number of requests and sums of their tokens; counts that are not known are left out."""

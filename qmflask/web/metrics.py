@@ -108,7 +108,7 @@ def _filter() -> Filter:
     if start is not None and end is not None and start > end:
         raise BadRequest("start must be before end", param="start")
     models = tuple(name for name in request.args.getlist("model") if name)
-    return Filter(models, start, end, lowest, highest)
+    return Filter(models, start, end, lowest, highest, request.args.get("failed", "") not in ("", "0"))
 
 
 def _number(name: str, default: int | None = None) -> int | None:

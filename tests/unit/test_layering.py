@@ -46,6 +46,7 @@ LAYERS: dict[int, set[str]] = {
         "intake",
         "journal",
         "accesslog",
+        "slots",
         "logtail",
     },
     3: {
