@@ -262,6 +262,7 @@ def test_retention_by_number_age_and_captures(store: ActivityStore) -> None:
     store.prune(Retention(records=15, capture_bytes=500), now=21 * 86400)
     found, total = store.page(Filter(), "id", False, 99, 1)
     assert (total, [row.id for row in found if row.has_capture]) == (15, [16, 17, 18, 19, 20])
+    assert [store.capture(n) for n in (15, 16)] == [None, b"c" * 100]
     store.prune(Retention(days=3, capture_bytes=500), now=21 * 86400)
     assert store.page(Filter(), "id", False, 99, 1)[1] == 3
     assert store.capture(17) is None

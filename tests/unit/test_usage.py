@@ -153,8 +153,9 @@ def test_counters_are_found_wherever_they_stand(end: str, size: int) -> None:
         "data: [DONE]",
         "",
     ]
-    text = end.join(lines * 3).encode()
+    last = 'data: {"timings": {"prompt_n": 8, "predicted_n": 9}}'
+    text = end.join([*lines * 3, last, ""]).encode()
     reader = UsageReader("/x", "text/event-stream")
     for at in range(0, len(text), size):
         reader.feed(text[at : at + size])
-    assert (reader.tokens().input_tokens, reader.tokens().output_tokens) == (5, 6)
+    assert (reader.tokens().input_tokens, reader.tokens().output_tokens) == (8, 9)
