@@ -8,10 +8,10 @@ FROM ${BASE} AS build
 USER root
 RUN python3 -c 'import ensurepip, venv' 2>/dev/null \
     || (apt-get update && apt-get install -y --no-install-recommends python3 python3-venv && rm -rf /var/lib/apt/lists/*)
-COPY setup.py setup.cfg MANIFEST.in README.md LICENSE /src/
+COPY pyproject.toml setup.py setup.cfg MANIFEST.in README.md LICENSE /src/
 COPY conf /src/conf
 COPY qmflask /src/qmflask
-RUN python3 -m venv /opt/qmflask && /opt/qmflask/bin/pip install --no-cache-dir '/src[fast]'
+RUN python3 -m venv /opt/qmflask && /opt/qmflask/bin/pip install --no-cache-dir /src
 
 FROM ${BASE}
 USER root

@@ -15,7 +15,8 @@ MINUTES ?= 10
 
 # Debian packages by the command, library or file that shows they are there.
 TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx uwsgi:uwsgi-core \
-	/usr/lib/uwsgi/plugins/python3_plugin.so:uwsgi-plugin-python3 libgomp.so.1:libgomp1 chromium:chromium
+	/usr/lib/uwsgi/plugins/python3_plugin.so:uwsgi-plugin-python3 \
+	/usr/lib/apache2/modules/mod_wsgi.so:libapache2-mod-wsgi-py3 libgomp.so.1:libgomp1 chromium:chromium
 BENCH_PACKAGES := gcc:gcc wrk:wrk
 
 .DELETE_ON_ERROR:

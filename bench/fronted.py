@@ -1,4 +1,4 @@
-"""`python -m bench.fronted`: how late events come directly and through nginx, as shipped and with its own buffering."""
+"""`python -m bench.fronted`: how late events and websocket messages come, directly and through nginx."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
+from websockets.sync.client import connect
+
 from tests.integration.fronting import nginx
+from tests.integration.test_websockets import talking
 from tests.service import Service
 
 #: Events of a stream and seconds between them, like tokens.
@@ -42,7 +46,14 @@ def main() -> int:
             first, later = sorted(delays.first), sorted(delays.later)
             cells = [middle(first), high(first), first[-1], middle(later), high(later)]
             print(f"| {way} | " + " | ".join(f"{value:.2f} ms" for value in cells) + " |", flush=True)
+        print("\n| way | websocket round trip: median | p99 |\n" + "| --- " * 3 + "|")
         service.port = ports["direct"]
+        service.post("/api/models/load/talk", b"")
+        (own,) = (row["port"] for row in service.running() if row["model"] == "talk")
+        paths = {"the model server itself": f"{own}/", **{way: f"{port}/upstream/talk/" for way, port in ports.items()}}
+        for way, path in paths.items():
+            trips = sorted(round_trips(f"ws://127.0.0.1:{path}", streams * 5))
+            print(f"| {way} | {middle(trips):.2f} ms | {high(trips):.2f} ms |", flush=True)
     return 0
 
 
@@ -51,7 +62,8 @@ def ways(folder: Path) -> Iterator[tuple[Service, dict[str, int]]]:
     """A service, and the ports that lead to it."""
     behind = folder / "http.sock"
     service = Service(folder / "service", {}, args=("--bind", f"unix:{behind}"))
-    service.write_config({"models": {"alpha": {"cmd": service.fake("alpha")}}})
+    models = {"alpha": {"cmd": service.fake("alpha")}, "talk": talking(service, "talk")}
+    service.write_config({"models": models, "groups": {"both": {"swap": False, "members": list(models)}}})
     with contextlib.ExitStack() as stack:
         stack.callback(service.close)
         service.start()
@@ -75,6 +87,18 @@ def measure(service: Service, streams: int) -> Delays:
         delays.first.append(found[0])
         delays.later.extend(found[1:])
     return delays
+
+
+def round_trips(url: str, count: int) -> list[float]:
+    """Milliseconds for a short message there and back, on one connection."""
+    found = []
+    with connect(url) as ws:
+        for _ in range(count):
+            begin = time.perf_counter()
+            ws.send("hello")
+            ws.recv()
+            found.append((time.perf_counter() - begin) * 1000)
+    return found
 
 
 def middle(values: list[float]) -> float:

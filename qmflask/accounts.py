@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,6 +43,8 @@ STALE_INTERVALS = 4
 UNREADABLE = 3 * SECOND
 #: How long after a stop what the cards show may still be that model's.
 LATE_RELEASE = 2 * SECOND
+#: So many programs of others are named where memory is missing.
+NAMED = 3
 #: How long the pids of a tree that has ended are remembered.
 FORGET_PIDS = 120 * SECOND
 
@@ -50,17 +52,23 @@ FORGET_PIDS = 120 * SECOND
 class Accounts:
     """Keeps one term's view of memory; every decision is pure (`qmflask.memory`), this only feeds and stores."""
 
-    def __init__(self, store: Store, generation: int, meter: Meter) -> None:
+    def __init__(
+        self, store: Store, generation: int, meter: Meter, on_learned: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_learned` is called when a size has risen, so that the rules can be made anew."""
         self._store = store
         self._generation = generation
         self.meter = meter
+        self._on_learned = on_learned
         with store.read() as tx:
             self._ceiling = Ceiling(floors=scheduling.floors(tx, store.boot_id))
+        self._ram_ceiling: int | None = None
         self._watch = Watch()
         self._taken = 0
         #: Bytes on the cards that no process holds when nothing of ours moves; None before the first sample.
         self._overhead: int | None = None
         self._our_pids: dict[int, int] = {}  # pid -> when it was last seen in a tree of ours
+        self._answered: set[tuple[str, int]] = set()
         self._listed = False  # the driver has listed a process of ours
         self._down: set[str] = set()
         self._settles_at = 0
@@ -72,16 +80,21 @@ class Accounts:
     def update(self, config: Config, rules: Rules, now: int) -> Shed | None:
         """Take the newest round into the store, if there is one; returns what the watchdog wants unloaded."""
         measured = self.meter.latest()
-        if measured is None or measured.at == self._taken:
-            return None
-        self._taken = measured.at
         with self._store.read() as tx:
+            answered = reading.answered(tx)
+            if not answered <= self._answered:
+                self.meter.ask()  # a size is learned from the first answer on
+            self._answered = answered
+            if measured is None or measured.at == self._taken:
+                return None
+            self._taken = measured.at
             rows = reading.processes(tx)
             moved = reading.scheduler(tx).schedule_version != measured.version
             reclaiming = any(swap.phase is Phase.RECLAIM for swap in reading.swaps(tx))
         # A sample that began before something of ours moved shows memory that no row explains any more.
-        unsettled = moved or reclaiming or self._just_stopped(rows, now)
         sample = fresh(measured.gpu, now, self._limit(config))
+        late = self._just_stopped(rows, now) and not self._all_back(measured, sample)
+        unsettled = moved or reclaiming or late
         views = _current(measured.models, rows)
         before, budget = self._ceiling, config.vram_budget
         self._ceiling = step(before, sample, views, budget, config.vram_reserve, unsettled)
@@ -89,7 +102,7 @@ class Accounts:
             log.info("%s", line)
         self._note_overhead(measured, sample, views, settled=not unsettled and self._ceiling.trusted)
         held = holdings(sample, views)
-        self._write(measured, config, rows, held)
+        self._write(measured, config, rules, rows, held)
         self._learn(config, rows, held, measured)
         return self._watchdog(config, rules, rows, now)
 
@@ -118,17 +131,28 @@ class Accounts:
         self._down = down
         return now < self._settles_at
 
+    def _all_back(self, measured: Measured, sample: GpuSample | None) -> bool:
+        """Whether the driver shows that it holds nothing of the dead any more: then nobody has to wait for it."""
+        beyond = unlisted(sample, self._dead(measured)) if sample is not None and self._listed else None
+        return beyond is not None and self._overhead is not None and beyond <= self._overhead
+
     def _limit(self, config: Config) -> int:
         return int(STALE_INTERVALS * config.performance.every * SECOND)
 
     def _write(
-        self, measured: Measured, config: Config, rows: Mapping[str, ProcessRow], held: Mapping[str, int]
+        self,
+        measured: Measured,
+        config: Config,
+        rules: Rules,
+        rows: Mapping[str, ProcessRow],
+        held: Mapping[str, int],
     ) -> None:
-        ram_held = sum(measured.ram[view.model].returns for view in measured.models if self._in_ram(view, measured))
+        ram_held = sum(_counted(view, measured, rules) for view in measured.models if view.model in measured.ram)
+        self._ram_ceiling = ram_ceiling(config.ram_budget, measured.host.available, ram_held)
         body = {
             "wall": time.time(),
             "vram_ceiling": self._ceiling.ceiling,
-            "ram_ceiling": ram_ceiling(config.ram_budget, measured.host.available, ram_held),
+            "ram_ceiling": self._ram_ceiling,
             "vram_budget": config.vram_budget,
             "ram_budget": config.ram_budget,
             "foreign": self._ceiling.foreign,
@@ -157,10 +181,6 @@ class Accounts:
                 scheduling.write_floors(tx, self._store.boot_id, self._ceiling.floors)
             self._retry_early(tx, rows, measured)
 
-    @staticmethod
-    def _in_ram(view: ModelView, measured: Measured) -> bool:
-        return view.pool == "ram" and view.model in measured.ram
-
     def _retry_early(self, tx: Transaction, rows: Mapping[str, ProcessRow], measured: Measured) -> None:
         """A start that ran out of memory may be tried again as soon as 5 % more is free."""
         free = self._free(measured)
@@ -184,18 +204,25 @@ class Accounts:
         return self._free(measured).get(pool) if measured is not None else None
 
     @property
-    def ceiling(self) -> int | None:
-        """The live VRAM ceiling in bytes, None where the budget stands alone."""
-        return self._ceiling.ceiling
+    def ceilings(self) -> tuple[int | None, int | None]:
+        """The live ceilings of VRAM and RAM in bytes, None where the budget stands alone."""
+        return self._ceiling.ceiling, self._ram_ceiling
 
-    def holders(self) -> str:
-        """Who holds memory on the cards that is not ours, in words; empty when nobody is known."""
+    def holders(self, pool: str) -> str:
+        """Who holds a pool's memory, in words: our models, then the largest others; empty when nobody is known."""
         measured = self.meter.latest()
         if measured is None:
             return ""
-        found = list(foreign_processes(measured.gpu, measured.models).items())[:3]
-        names = ((self.meter.host.name_of(pid) or "?", pid, size) for pid, size in found)
-        return ", ".join(f"{name} (pid {pid}) {size / GIB:.2f} GiB" for name, pid, size in names)
+        pids = {pid for view in measured.models for pid in view.pids}
+        if pool == "ram":
+            ours = {model: memory.held for model, memory in measured.ram.items()}
+            others = self.meter.host.largest(pids, NAMED)
+        else:
+            ours = holdings(measured.gpu, measured.models)
+            others = list(foreign_processes(measured.gpu, measured.models).items())[:NAMED]
+        found = [(model, size) for model, size in sorted(ours.items(), key=lambda item: -item[1]) if size]
+        found += [(f"{self.meter.host.name_of(pid) or '?'} (pid {pid})", size) for pid, size in others]
+        return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in found)
 
     def relearn(self) -> None:
         """Forget the floors; the next trusted reading sets them."""
@@ -209,6 +236,7 @@ class Accounts:
     ) -> None:
         if not config.learn_sizes:
             return
+        rose = False
         for view in measured.models:
             row, model = rows.get(view.model), config.models.get(view.model)
             if row is None or model is None or not row.answered or row.launch_hash is None:
@@ -219,9 +247,12 @@ class Accounts:
             ram = measured.ram[view.model].held if view.model in measured.ram else 0
             with self._store.write(self._generation) as tx:
                 if scheduling.learn_size(tx, row.launch_hash, view.model, vram, ram):
+                    rose = True
                     self._warn(view.model, "estVramGB", model.est_vram, vram)
-                    if view.pool == "ram":
-                        self._warn(view.model, "estRamGB", model.est_ram, ram)
+                    self._warn(view.model, "estRamGB", model.est_ram, ram)
+
+        if rose:
+            self._on_learned()
 
     def _warn(self, model: str, key: str, configured: int, learned: int) -> None:
         warning = charge(configured, learned).warning(model, key)
@@ -271,13 +302,11 @@ class Accounts:
             state = self._state(pool, rules, rows, self._limit(config))
             if state is None:
                 continue
-            # The kernel has taken back a process's memory when it is gone; what all others do with system memory
-            # meanwhile must not be held against the swap. A driver may free late, so cards are watched.
-            victims = {name: state.holds.get(name, 0) for name in swap.victims} if pool == "vram" else {}
+            victims = {name: state.holds.get(name, 0) for name in swap.victims}
             charged = getattr(need, pool) if need is not None else 0
-            if charged or victims:
-                others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
-                gates.append(open_gate(swap.id, pool, state, victims, charged, deadline, others))
+            others = [gate for row in earlier for gate in gates_of(row) if gate.pool == pool]
+            gate = open_gate(swap.id, pool, state, victims, charged, deadline, others)
+            gates += [gate] if gate.waits else []
         return json.dumps([gate.to_json() for gate in gates]) if gates else None
 
     def _pools(self, config: Config) -> list[str]:
@@ -341,6 +370,17 @@ def _free_to_go(config: Config, row: ProcessRow, leases: Mapping[str, int], now:
     group = config.groups.get(config.models[row.model].group)  # the matrix has none
     kept = group is not None and group.persistent
     return row.state is State.READY and not leases.get(row.model) and row.hold_until <= now and not kept
+
+
+def _counted(view: ModelView, measured: Measured, rules: Rules) -> int:
+    """What a model holds of the system memory that the RAM rule counts, so that it is not counted twice.
+
+    That rule charges a GPU model its offloaded share, so as much of that as it holds already is not missing either.
+    """
+    returns = measured.ram[view.model].returns
+    if view.pool == "ram":
+        return returns
+    return min(returns, rules.charges[view.model].ram) if view.model in rules.charges else 0
 
 
 def _card(card: Any) -> dict[str, Any]:

@@ -108,15 +108,22 @@ def start_worker(worker: Any) -> None:
     try:
         router = _runtime.start(worker)
     except (ConfigError, StoreError) as error:
-        complain(error)
+        if _speaks_for_all(worker) or isinstance(error, StoreError):
+            complain(error)
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
-    if getattr(worker, "age", 1) == 1:  # one worker says it for all
+    if _speaks_for_all(worker):
         if type(worker).__name__ == "SyncWorker":
             log.warning(
                 "the sync worker serves one request at a time in each process: whoever waits for a model blocks it, "
                 "status pages included; use --worker-class gthread --threads 64"
             )
         auth.warn_if_open(router.live.config, [listener.getsockname() for listener in worker.sockets])
+
+
+def _speaks_for_all(worker: Any) -> bool:
+    """Whether this is the first of the workers that start together: what is true for all of them is said once."""
+    cfg = getattr(worker, "cfg", None)
+    return not 1 < getattr(worker, "age", 1) <= getattr(cfg, "workers", 1)
 
 
 def stop_worker(worker: Any) -> None:

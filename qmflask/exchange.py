@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from qmflask import http1
 from qmflask.errors import BadRequest, ClientGone, UpstreamTimeout, UpstreamUnreachable
+from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client, probe_peer
 from qmflask.headers import Header
 
@@ -62,7 +63,7 @@ class Stale(Exception):
 class Exchange:
     """Made for each attempt; `begin` before anything else, `close` at the end."""
 
-    def __init__(self, request: UpstreamRequest, client: Client) -> None:
+    def __init__(self, request: UpstreamRequest, client: Client, proxies: ForwardProxies | None = None) -> None:
         match = _ORIGIN.match(request.url)
         if match is None:
             raise UpstreamUnreachable(f"{request.name} has no usable address: {request.url!r}")
@@ -71,6 +72,7 @@ class Exchange:
         self.secure = match[1].lower() == "https"
         self.origin = f"{match[1].lower()}://{match[2]}/"
         self.target = _target(request.url[match.end() :])
+        self.via = proxies.to(match[1].lower(), self.place[0]) if proxies else None
         self.sock: socket.socket | None = None
         self.head: http1.Head | None = None
         self.answer: Any = None  # what the pool took for the response
@@ -88,15 +90,40 @@ class Exchange:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port of a plain connection. Raises UpstreamUnreachable."""
+        """Host and port of the server. Raises UpstreamUnreachable."""
         parts = urlsplit(self.origin)
         try:
-            return parts.hostname or "", parts.port or 80
+            return parts.hostname or "", parts.port or (443 if self.secure else 80)
         except ValueError as error:
             raise UpstreamUnreachable(f"{self.request.name} has no usable address: {self.request.url!r}") from error
 
     def connect(self, host: str, port: int, options: Any) -> socket.socket:
-        """A connected socket, known to the hang-up before it connects."""
+        """A socket connected to the server, or by way of the proxy, known to the hang-up before it connects."""
+        if self.via is None:
+            return self._connect(host, port, options)
+        sock = self._connect(self.via.host, self.via.port, options)
+        if self.secure:
+            try:
+                self._tunnel(sock, self.via.connect_head(host, port))
+            except BaseException as error:
+                self._close_failed(sock)
+                if isinstance(error, (OSError, http1.Malformed)):
+                    raise self.failure(error, connecting=True) from error
+                raise
+        return sock
+
+    def _tunnel(self, sock: socket.socket, head: bytes) -> None:
+        sock.sendall(head)
+        reader, answer = http1.HeadReader(), None
+        while answer is None:
+            data = sock.recv(BLOCK)
+            if not data:
+                raise OSError("the proxy closed the connection")
+            answer = reader.feed(data)
+        if not 200 <= answer.status < 300:
+            raise OSError(f"the proxy answered {answer.status} {answer.reason}")
+
+    def _connect(self, host: str, port: int, options: Any) -> socket.socket:
         self.fresh = True
         try:
             addresses = _addresses(host, port)
@@ -174,7 +201,8 @@ class Exchange:
     def where(self) -> str:
         """How messages name the other side."""
         scheme, _, host = self.origin.rstrip("/").partition("://")
-        return f"{self.request.name} at {scheme}://{host.rpartition('@')[2]}"
+        way = f", through the proxy at {self.via.host}:{self.via.port}," if self.via is not None else ""
+        return f"{self.request.name} at {scheme}://{host.rpartition('@')[2]}{way}"
 
     def check_client(self) -> None:
         """Raise ClientGone if the client has left."""
@@ -206,6 +234,9 @@ class Exchange:
     def _head_bytes(self) -> bytes:
         request = self.request
         lines = [f"{request.method} {self.target} HTTP/1.1"]
+        if self.via is not None and not self.secure:
+            host = self.origin.rpartition("@")[2].removeprefix("http://").rstrip("/")
+            lines = [f"{request.method} http://{host}{self.target} HTTP/1.1", *self.via.headers]
         lines += [f"{name}: {value}" for name, value in request.headers]
         if isinstance(request.body, bytes):
             lines.append(f"Content-Length: {len(request.body)}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,15 @@ class Host:
             if name == "oom_kill" and count.isdecimal():
                 return int(count)
         return None
+
+    def largest(self, skip: Set[int], count: int) -> list[tuple[int, int]]:
+        """Pid and resident bytes of the processes that hold most, largest first, without those of `skip`."""
+        found = []
+        for process in psutil.process_iter(["memory_info"]):
+            memory = process.info["memory_info"]
+            if memory is not None and memory.rss and process.pid not in skip:
+                found.append((process.pid, int(memory.rss)))
+        return heapq.nlargest(count, found, key=lambda item: item[1])
 
     def name_of(self, pid: int) -> str | None:
         """The process's name, for people; None when it is gone."""

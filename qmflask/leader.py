@@ -46,6 +46,7 @@ class Duties:
     workers: Callable[[], Collection[int]]
     on_elected: Callable[[Store, int], None]
     on_turn: Callable[[Store, int, int], None]
+    on_learned: Callable[[Store], None]
 
 
 class Leader:
@@ -136,6 +137,7 @@ class Leader:
                 self._duties.configuration,
                 self._duties.send,
                 self._note_turn,
+                lambda: self._duties.on_learned(store),
             )
             self._term = term
             term.run(lambda: self._may_go_on(store, candidacy, generation))

@@ -34,7 +34,7 @@ class Desk(Protocol):
     ) -> Lease:
         """A lease for a granted row."""
 
-    def end_lease(self, lease: Lease, tool_call: bool) -> None:
+    def end_lease(self, lease: Lease, tool_call: bool, answered: bool) -> None:
         """End a lease once."""
 
     def register(self, waiter: Waiter, mails: int) -> None:
@@ -87,9 +87,9 @@ class Lease:
         """From arrival to grant."""
         return (self.granted_at - self.arrival.arrival) / MILLISECOND
 
-    def end(self, *, tool_call: bool = False) -> None:
-        """End the lease; `tool_call` says how the answer ended, which decides the hold. Idempotent."""
-        self.desk.end_lease(self, tool_call)
+    def end(self, *, tool_call: bool = False, answered: bool = False) -> None:
+        """End the lease, once. `tool_call` decides the hold; from an answer on what the model holds is its size."""
+        self.desk.end_lease(self, tool_call, answered)
 
 
 class Waiter:

@@ -83,14 +83,10 @@ class Meter:
     def _measure(self) -> Measured:
         at = time.monotonic_ns()
         version, refs = self._trees()
-        members = {ref.model: _members(ref) for ref in refs}
+        known = {ref.model: (ref.identity, ref.token) for ref in refs if ref.identity is not None}
+        found = processes.members_of(known)
+        members = {ref.model: found.get(ref.model, []) for ref in refs}
         sample = self.gpu.fresh(GPU_WAIT)
         views = [ModelView(ref.model, ref.state, ref.pool, frozenset(members[ref.model])) for ref in refs]
         ram = {model: memory for model, pids in members.items() if (memory := self.host.tree(pids)) is not None}
         return Measured(at, version, sample, self.host.memory(), views, ram)
-
-
-def _members(ref: TreeRef) -> list[int]:
-    if ref.identity is None:
-        return []
-    return [member.pid for member in processes.tree(ref.identity.pid, ref.token, ref.identity)]

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from qmflask.config import Config, Model
+from qmflask.memory.charges import charge
 from qmflask.policy.eviction import Sizes
 from qmflask.states import DOWN, State
 from qmflask.store.reading import Status
@@ -52,10 +53,12 @@ def models(status: Status, config: Config, charges: Mapping[str, Sizes], now: in
         entry = _model(model, row, counts, now, wall)
         learned = status.sizes.get(model.launch_hash, (0, 0))
         resident = row is not None and row.state not in DOWN
+        counted = sizes_of(model, learned if config.learn_sizes else (0, 0))
         entry["size"] = {
             "configured": {"vram": model.est_vram, "ram": model.est_ram},
             "learned": {"vram": learned[0], "ram": learned[1]},
             "charged": _both(charges.get(model.id)),
+            "origin": {pool: counted[pool]["origin"] for pool in ("vram", "ram")},
             "measured": measured.get(model.id) if resident else None,
         }
         found.append(entry)
@@ -64,6 +67,24 @@ def models(status: Status, config: Config, charges: Mapping[str, Sizes], now: in
         if row.model not in known and row.state not in DOWN:
             found.append(_model(Model(id=row.model), row, counts, now, wall) | {"removed": True, "size": None})
     return sorted(found, key=lambda entry: str(entry["id"]))
+
+
+def sizes_of(model: Model, learned: tuple[int, int]) -> dict[str, dict[str, Any]]:
+    """A model's charge in each pool with its origin, beside the estimate and the measured peak (`learned`); bytes."""
+    found = {}
+    for pool, configured, peak in (("vram", model.est_vram, learned[0]), ("ram", model.est_ram, learned[1])):
+        one = charge(configured, peak)
+        found[pool] = {"charged": one.size, "origin": one.origin, "configured": configured, "measured": peak}
+    return found
+
+
+def all_sizes(config: Config, learned: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """The same for every configured model, with its pool; `learned` by launch hash."""
+    learned = learned if config.learn_sizes else {}
+    return {
+        model.id: {**sizes_of(model, learned.get(model.launch_hash, (0, 0))), "pool": model.pool}
+        for model in config.models.values()
+    }
 
 
 def _model(

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -194,6 +194,9 @@ def _in_session(pid: int, sid: int) -> bool:
         return stat is not None and stat.session == sid
 
 
+_NEEDLE = os.fsencode(f"{TOKEN_VARIABLE}=")
+
+
 def _needle(token: str) -> bytes:
     return os.fsencode(f"{TOKEN_VARIABLE}={token}")
 
@@ -308,6 +311,23 @@ def session_of(pid: int) -> int | None:
 def tree(sid: int, token: str, root: Identity | None = None) -> list[Identity]:
     """Living processes of the session, and those with the token that left it (double fork, setsid)."""
     return _identities(_scan(sid, token, root))
+
+
+def members_of(trees: Mapping[str, tuple[Identity, str]]) -> dict[str, list[int]]:
+    """Pids of several trees, each (first process, token), in one look at `/proc`: to measure them, never to signal."""
+    sessions = {root.pid: name for name, (root, _) in trees.items() if _session_is_ours(root.pid, root)}
+    marks = {_needle(token): name for name, (_, token) in trees.items() if token}
+    found: dict[str, list[int]] = {name: [] for name in trees}
+    for pid in _pids() if trees else ():
+        try:
+            name = sessions.get(os.getsid(pid))
+        except (ProcessLookupError, PermissionError):
+            name = None
+        if name is None and _NEEDLE in (data := _read(f"/proc/{pid}/environ") or b""):
+            name = next((marks[entry] for entry in data.split(b"\0") if entry in marks), None)
+        if name is not None:
+            found[name].append(pid)
+    return found
 
 
 def signal_tree(sid: int, token: str, sig: int, root: Identity | None = None) -> int:

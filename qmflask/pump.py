@@ -9,7 +9,6 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import time
 from collections.abc import Callable
 
 from qmflask.bell import Bell
@@ -17,8 +16,6 @@ from qmflask.hangup import Client
 
 #: Bytes read at once. More than a TLS record holds, so that none is left behind where poll does not see it.
 BLOCK = 64 * 1024
-#: How long a client may take to close its side after the server has ended.
-LINGER_SECONDS = 1.0
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -111,7 +108,7 @@ class Pump:
                 return self._leave(up)
             if down.refused or (up.ended and not up.refused):
                 return False  # the client has left; all that it sent before has been taken
-            if down.ended and not down.rest:
+            if down.ended:
                 return True
             self._await(near, reads=not up.rest and not up.ended, writes=bool(down.rest))
             self._await(far, reads=not down.rest and not down.ended, writes=bool(up.rest))
@@ -133,25 +130,3 @@ class Pump:
             self._poll.register(fd, mask)
         else:
             self._poll.unregister(fd)
-
-
-def hang_up(sock: socket.socket, *, linger: bool) -> None:
-    """End a client's connection so that its server has nothing to wait for.
-
-    `linger`: wait, for a moment, until the client has closed too: a close amid what it still sends would take the last
-    bytes from it.
-    """
-    try:
-        if linger:
-            socket.socket.shutdown(sock, socket.SHUT_WR)
-            _await_end(sock, time.monotonic() + LINGER_SECONDS)
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        pass  # it is down already
-
-
-def _await_end(sock: socket.socket, deadline: float) -> None:
-    while (left := deadline - time.monotonic()) > 0:
-        sock.settimeout(left)
-        if not sock.recv(BLOCK):
-            return

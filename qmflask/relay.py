@@ -20,7 +20,7 @@ from qmflask import headers as header_rules
 from qmflask.errors import Cancelled, ClientGone, QmflaskError, UpstreamUnreachable, dismissal
 from qmflask.hangup import Client
 from qmflask.headers import Header
-from qmflask.pump import Pump, hang_up
+from qmflask.pump import Pump
 from qmflask.upstream import Upstream, UpstreamRequest, UpstreamResponse
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class _SwitchedBody(_Body):
         _dismissed(self._outcome, reason or "")
         self._outcome.complete = reason in (None, "gone")
         self.close()
-        hang_up(sock, linger=over)
+        # The server then closes, and lingers for what the client still says: else a reset would take the last bytes.
         raise _Cut("the connection was switched to another protocol and has ended")
 
     def _moved(self, data: bytes) -> None:

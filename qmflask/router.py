@@ -131,6 +131,7 @@ class Router:
             workers=self._worker_pids,
             on_elected=self._elected,
             on_turn=self._on_turn,
+            on_learned=self._learned,
         )
 
     def _surroundings(self) -> Surroundings:
@@ -331,7 +332,7 @@ class Router:
         with self._store.read() as tx:
             return reading.place(tx, request, model)
 
-    def end_lease(self, lease: Lease, tool_call: bool) -> None:
+    def end_lease(self, lease: Lease, tool_call: bool, answered: bool) -> None:
         """End a lease once, whatever the store says; a release that fails is repeated by the mailbox thread."""
         with self._lock:
             if lease._ended:
@@ -340,7 +341,8 @@ class Router:
             self._leases.pop(lease.id, None)
         now = time.monotonic_ns()
         try:
-            if admission.release(self._store, lease.id, lease.model, now, self._hold(lease, tool_call, now)):
+            hold = self._hold(lease, tool_call, now)
+            if admission.release(self._store, lease.id, lease.model, now, hold, answered):
                 self.wake_leader()
         except errors.QmflaskError as error:
             log.error("request %d: its lease could not be written off yet: %s", lease.id, error)
@@ -603,6 +605,11 @@ class Router:
             more = [model for model in profile.preload if model not in config.preload] if profile else []
             scheduling.queue_preload(tx, [*config.preload, *more], self.master, now, patience)
         self._spread(store)  # so that the others know whom to wake
+
+    def _learned(self, store: Store) -> None:
+        """A size was learned: the next decision counts with it, ours and that of the other workers."""
+        self._configuration.refresh(store)
+        self._spread(store)
 
     def _on_turn(self, store: Store, generation: int, now: int) -> None:
         error = self._configuration.look(store, now)

@@ -232,6 +232,8 @@ class Swaps:
                 self._drop_swap(swap, self._not_given_back(swap, failed))
                 moved = True
             elif all(look.passed for look in looks):
+                if waited := max((look.gate.looks for look in looks), default=0):
+                    log.info("swap %d: memory was seen free after %d looks", swap.id, waited + 1)
                 moved |= self._start(swap, rows, config, now)
             else:
                 self._wait_for_memory(swap, looks)
@@ -246,7 +248,8 @@ class Swaps:
             self._looked_at = sample.at
             return True
         if now >= self._reclaim_due:  # the pause is over: have the cards read again, and come back when they answer
-            self._meter.ask()  # trees too: a model that started meanwhile must be told from memory not given back
+            self._meter.gpu.ask()  # at once; and trees, as a model that started meanwhile is not memory not given back
+            self._meter.ask()
             self._reclaim_due = now + LOOK_AGAIN
         return now - sample.at > UNREADABLE
 
@@ -259,10 +262,10 @@ class Swaps:
         self._reclaim_due = due if not self._reclaim_due else min(self._reclaim_due, due)
 
     def _not_given_back(self, swap: SwapRow, look: Look) -> errors.InsufficientMemory:
-        holders = self._accounts.holders()
+        holders = self._accounts.holders(look.gate.pool)
         message = f"model {swap.target} was not started: {look.why}"
         if holders:
-            message += f"; held by {holders}"
+            message += f"; others hold {holders}"
         return errors.InsufficientMemory(message, retry_after=5)
 
     def _serve_ready(self, swap: SwapRow, now: int) -> None:

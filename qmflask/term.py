@@ -18,7 +18,7 @@ from qmflask.memory.watchdog import Shed
 from qmflask.meter import Meter, TreeRef
 from qmflask.policy import schedule
 from qmflask.policy.board import Board
-from qmflask.policy.plan import sentence
+from qmflask.policy.plan import on_swap_start, sentence
 from qmflask.policy.returning import Quiet, returns
 from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import AbortSwap, Action, Reject, Serve, Snapshot, StartSwap, Stop
@@ -51,6 +51,7 @@ class Term:
         configuration: Callable[[], tuple[int, Config, Rules]],
         send: Callable[[str, bytes], None],
         on_tick: Callable[[int], None],
+        on_learned: Callable[[], None],
     ) -> None:
         self._store = store
         self._generation = generation
@@ -69,7 +70,7 @@ class Term:
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
-        self._accounts = Accounts(store, generation, self._meter)
+        self._accounts = Accounts(store, generation, self._meter, on_learned)
         self._swaps = Swaps(store, generation, self._trees, self._accounts, configuration)
         self._commands = Commands(store, generation, self._trees, self._accounts.relearn)
         self._trees.on_out_of_memory = self._swaps.retry_with_more_room
@@ -144,7 +145,7 @@ class Term:
                 self._config_generation = generation
             self._woken |= self._commands.run(config, now)
             self._shed(self._accounts.update(config, rules, now), now)
-            moved = self._decide(config, rules, now)
+            moved = self._decide(now)
             moved |= self._swaps.advance(config, rules, now)
             self._wake_workers()
             if not moved:
@@ -197,10 +198,11 @@ class Term:
 
     # -- deciding ---------------------------------------------------------------------------------------------
 
-    def _decide(self, config: Config, rules: Rules, now: int) -> bool:
+    def _decide(self, now: int) -> bool:
         """Decide and apply; True when something changed. The last try decides inside the transaction."""
         measured = False
         for _ in range(OPTIMISTIC_TRIES):
+            _, config, rules = self._configuration()  # a look at memory may have changed what models are charged
             with self._store.read() as tx:
                 version = reading.scheduler(tx).schedule_version
                 snapshot = reading.snapshot(tx, rules, whole=True)
@@ -210,9 +212,9 @@ class Term:
             self._next_deadline = schedule.next_deadline(snapshot, now)
             if not any(_changes(action) for action in actions):
                 return False
-            if not measured and _evicts(actions) and self._meter.has_cards():
+            if not measured and _evicts(actions) and (self._meter.has_cards() or config.ram_budget):
                 measured = True
-                if self._look_at_cards_first(config, rules, now):
+                if self._look_at_memory_first(now):
                     continue
             self._explain(rules, snapshot, actions, now)
             try:
@@ -224,6 +226,7 @@ class Term:
                 continue
             self._swaps.signal(stopping)
             return True
+        _, config, rules = self._configuration()
         with self._store.write(self._generation) as tx:
             actions = schedule.decide(reading.snapshot(tx, rules, whole=True), now)
             stopping = self._apply(tx, actions, config, rules, now)
@@ -301,19 +304,22 @@ class Term:
             if row.state not in DOWN
         ]
 
-    def _look_at_cards_first(self, config: Config, rules: Rules, now: int) -> bool:
-        """Before an eviction: one fresh look at the cards; True if it moved the ceiling: decide anew."""
-        before = self._accounts.ceiling
+    def _look_at_memory_first(self, now: int) -> bool:
+        """Before an eviction: one fresh look at cards and host; True if a ceiling or a size moved: decide anew."""
+        _, config, rules = self._configuration()
+        before = self._accounts.ceilings
         self._meter.measure_now()
         self._shed(self._accounts.update(config, rules, now), now)
-        return self._accounts.ceiling != before
+        return self._accounts.ceilings != before or self._configuration()[2] is not rules
 
     def _explain(self, rules: Rules, snapshot: Snapshot, actions: list[Action], now: int) -> None:
-        """One line per swap with its arithmetic."""
+        """One line per swap with its arithmetic; at debug level one more, without the victims."""
         for action in actions:
             if isinstance(action, StartSwap):
                 running = Board(snapshot, now).running(False)
                 log.info("%s", sentence(rules, action, running, snapshot))
+                if line := on_swap_start(rules, action, running, snapshot):
+                    log.debug("%s", line)
 
     def _shed(self, shed: Shed | None, now: int) -> None:
         """Memory pressure: unload what the watchdog names, as far as it is still idle."""

@@ -422,7 +422,7 @@ class Trees:
         if row.port is not None and (holder := processes.holder_of(row.port)):
             message += f"; port {row.port} is held by {holder}"
         if lines:
-            message += "; last log lines: " + " | ".join(lines)
+            message += "; last log lines: " + " | ".join(" ".join(line.split()) for line in lines)
         return errors.ModelStartFailed(message)
 
     def _probe_result(self, probed: Probed, now: int) -> set[str]:

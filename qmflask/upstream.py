@@ -9,8 +9,10 @@ and `_Adapter`; tests/integration/test_upstream.py pins it.
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import requests
@@ -21,6 +23,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from qmflask import http1
 from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest, set_timeout
+from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client
 
 __all__ = ["Timeouts", "Upstream", "UpstreamRequest", "UpstreamResponse"]
@@ -34,10 +37,18 @@ class Upstream:
 
     `pool_size`: connections kept per server, at least the number of threads. `keepalive`: reuse connections. It is off
     by default: a fresh connection to a local server costs little and cannot be stale (field notes A21), while an idle
-    one may occupy a thread of the server, as llama-server's does, and keep others waiting.
+    one may occupy a thread of the server, as llama-server's does, and keep others waiting. `environ` names the proxies.
     """
 
-    def __init__(self, pool_size: int = 128, *, keepalive: bool = False, verify: bool | str = True) -> None:
+    def __init__(
+        self,
+        pool_size: int = 128,
+        *,
+        keepalive: bool = False,
+        verify: bool | str = True,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._proxies = ForwardProxies(environ)
         self._adapter = _Adapter(pool_size)
         self._keepalive = keepalive
         self._verify = verify
@@ -48,9 +59,9 @@ class Upstream:
         Raises UpstreamUnreachable, UpstreamTimeout, ClientGone, and what iterating over `request.body` raises.
         """
         try:
-            return self._send(Exchange(request, client))
+            return self._send(Exchange(request, client, self._proxies))
         except Stale:
-            return self._send(Exchange(request, client))
+            return self._send(Exchange(request, client, self._proxies))
 
     def close(self) -> None:
         """Drop the idle connections."""

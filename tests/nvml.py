@@ -32,6 +32,7 @@ class FakeCard:
         self.extra: list[str] = []
         self._library = library
         self._stop = threading.Event()
+        self._writing = threading.Lock()
         self.write()
         self._thread = threading.Thread(target=self._mirror, name="fake card")
         self._thread.start()
@@ -52,9 +53,10 @@ class FakeCard:
         living = {pid: mb for pid, mb in booked.items() if os.path.exists(f"/proc/{pid}")}
         for pid, mb in {**living, **self.foreign}.items():
             lines.append(f"proc 0 pid={pid} used={mb}")
-        draft = self.state.with_suffix(".new")
-        draft.write_text("\n".join([*lines, *self.extra]) + "\n")
-        os.replace(draft, self.state)
+        with self._writing:  # the mirror and a test may both want to
+            draft = self.state.with_suffix(".new")
+            draft.write_text("\n".join([*lines, *self.extra]) + "\n")
+            os.replace(draft, self.state)
 
     def _mirror(self) -> None:
         while not self._stop.wait(EVERY):

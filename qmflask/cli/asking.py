@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from qmflask.cli.service import Refused, connect, json_option, print_json, quoted, url_option
+from qmflask.cli.table import plural
 
 
 @click.command("reload")
@@ -21,7 +22,8 @@ def reload(url: str, as_json: bool) -> None:
     if as_json:
         print_json(body)
     else:
-        click.echo(f"{body['source']} is in force: {len(body['models'])} models, generation {body['generation']}")
+        models = plural(len(body["models"]), "model")
+        click.echo(f"{body['source']} is in force: {models}, generation {body['generation']}")
 
 
 @click.command("cancel")

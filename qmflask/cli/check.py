@@ -6,12 +6,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unicodedata import east_asian_width
 
 import click
 
+from qmflask.cli.table import plural
 from qmflask.config import Config, ConfigError, LaunchError, Model, Problem, Report, analyse
 from qmflask.config.units import show_size
 from qmflask.config.view import view
@@ -49,7 +51,19 @@ def _report(path: Path, config_dir: Path | None) -> Report:
         sources = read_sources(path, config_dir)
     except ConfigError as error:
         return Report(None, error.problems, ())
-    return analyse(sources, os.environ, strict=True, path_fault=path_fault)
+    report = analyse(sources, os.environ, strict=True, path_fault=path_fault)
+    return report if report.config is None else replace(report, warnings=(*report.warnings, *_cards(report.config)))
+
+
+def _cards(config: Config) -> Iterator[Problem]:
+    """What this machine's cards have to say to the configuration; without a budget they are not asked."""
+    if not config.vram_budget:
+        return
+    from qmflask.cli import examine  # it brings the whole service along
+
+    if (several := examine.several_cards(config.vram_budget, examine.cards())) is not None:
+        text, hint = several
+        yield Problem("warning", text, path="vramBudgetGB", hint=hint, code="several_cards")
 
 
 def _print_json(report: Report) -> None:
@@ -72,13 +86,9 @@ def _print_text(report: Report) -> None:
     errors, warnings = len(report.errors), len(report.warnings)
     models = len(report.config.models) if report.config else 0
     click.secho(
-        f"{_count(errors, 'error')}, {_count(warnings, 'warning')}, {_count(models, 'model')}",
+        f"{plural(errors, 'error')}, {plural(warnings, 'warning')}, {plural(models, 'model')}",
         fg="red" if errors else "yellow" if warnings else "green",
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _print_problem(problem: Problem) -> None:

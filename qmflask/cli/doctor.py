@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -43,14 +45,14 @@ def _lines(finding: Finding) -> Iterator[str]:
 def _examine(service: Service) -> Iterator[Finding]:
     from qmflask.cli import examine, local  # they bring the whole service along
     from qmflask.host import Host
-    from qmflask.places import source_path
 
     yield from examine.versions()
-    config, found = examine.configuration(source_path())
+    source, state = _places(service)
+    config, found = examine.configuration(source)
     yield from found
-    yield from examine.state(local.state_directory())
+    yield from examine.state(state)
     body = None
-    for finding in _service(service, str(source_path())):
+    for finding in _service(service, str(source)):
         if isinstance(finding, Finding):
             yield finding
         else:
@@ -65,12 +67,31 @@ def _examine(service: Service) -> Iterator[Finding]:
     yield from examine.nginx()
 
 
+def _places(service: Service) -> tuple[Path, Path]:
+    """Configuration and state directory: those that were named here, else the service's, where they are in reach."""
+    from qmflask.cli import local
+    from qmflask.places import source_path
+
+    here = source_path(), local.state_directory()
+    if any(os.environ.get(name) for name in ("QMFLASK_CONFIG", "QMFLASK_STATE", "STATE_DIRECTORY")):
+        return here
+    try:
+        told = service.get("/api/config")
+        theirs = Path(told["source"]), Path(told["state"])
+    except (click.ClickException, KeyError, TypeError):
+        return here  # what is wrong with the service is said later
+    return theirs if theirs[0].exists() and theirs[1].is_dir() else here
+
+
 def _service(service: Service, source: str) -> Iterator[Finding | dict[str, Any]]:
     """The running service; its status, too, when it has told it."""
+    from qmflask.cli import examine
+
     try:
         theirs = service.get("/api/version")["version"]
         config = service.get("/api/config")
         body: dict[str, Any] = service.get("/api/status")
+        memory: dict[str, Any] = service.get("/api/memory")
     except Down as down:
         yield warn("service", down.message, "qmflask serve")
         return
@@ -84,6 +105,7 @@ def _service(service: Service, source: str) -> Iterator[Finding | dict[str, Any]
         )
         return
     yield from _answered(service, source, theirs, config, body)
+    yield from examine.growth(memory, service.url)
     yield body
 
 

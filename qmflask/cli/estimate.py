@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 import click
 
 from qmflask.askserver import AskError, ask, free_port
+from qmflask.cli.table import span
+from qmflask.cli.waiting import told
 from qmflask.config import Config, ConfigError, LaunchError, Model, load
 from qmflask.configfiles import read_sources
 from qmflask.hints import command_of, estimate_of
-from qmflask.memory.estimate import Estimate, Settings
+from qmflask.memory.estimate import Estimate, Row, Settings
 from qmflask.memory.gguf import GGUFError
 from qmflask.memory.llama import Command
 from qmflask.memory.samples import GIB, MIB
@@ -72,7 +76,7 @@ def command(
     try:
         found = estimate_of(wanted)
         if ask_server:
-            found = replace(found, rows=tuple(ask(_server_argv(server, wanted), {}, timeout)))
+            found = replace(found, rows=_ask(_server_argv(server, wanted), {}, timeout, as_json))
     except (GGUFError, AskError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -106,7 +110,7 @@ def _configured(path: Path, ask_timeout: float | None, as_json: bool) -> None:
     faults: dict[str, str] = {}
     for model in config.models.values():
         try:
-            found[model.id] = _one(model, ask_timeout)
+            found[model.id] = _one(model, ask_timeout, as_json)
         except (GGUFError, AskError, LaunchError) as error:
             faults[model.id] = str(error)
     if as_json:
@@ -118,25 +122,32 @@ def _configured(path: Path, ask_timeout: float | None, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _one(model: Model, ask_timeout: float | None) -> Estimate:
+def _ask(argv: Sequence[str], env: Mapping[str, str], timeout: float, quiet: bool) -> tuple[Row, ...]:
+    since = time.monotonic()
+    name = Path(argv[0]).name
+    with told(lambda: f"{name} loads the model: {span(time.monotonic() - since)}", quiet=quiet):
+        return tuple(ask(argv, env, timeout))
+
+
+def _one(model: Model, ask_timeout: float | None, quiet: bool) -> Estimate:
     port = free_port() if ask_timeout is not None else None
     wanted = command_of(model, port)
     launch = model.launch(port)
     found = estimate_of(wanted)
     if ask_timeout is None:
         return found
-    return replace(found, rows=tuple(ask(launch.argv, launch.env, ask_timeout)))
+    return replace(found, rows=_ask(launch.argv, launch.env, ask_timeout, quiet))
 
 
 def _print_configured(config: Config, found: dict[str, Estimate], faults: dict[str, str]) -> None:
     for name, one in found.items():
         model = config.models[name]
-        told = [
+        known = [
             f"{key} is {size / GIB:g}"
             for key, size in (("estVramGB", model.est_vram), ("estRamGB", model.est_ram))
             if size
         ]
-        click.echo("\n".join([f"# {name}" + (f" ({', '.join(told)} now)" if told else ""), *_table(one), ""]))
+        click.echo("\n".join([f"# {name}" + (f" ({', '.join(known)} now)" if known else ""), *_table(one), ""]))
     if found:
         click.echo("models:")
         for name, one in found.items():

@@ -8,18 +8,20 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from qmflask import __version__, processes
 from qmflask.cli.findings import Finding, fail, ok, warn
-from qmflask.cli.table import GIB, size
+from qmflask.cli.table import GIB, plural, size
 from qmflask.config import Config, ConfigError, LaunchError, Model
 from qmflask.configfiles import load_path
 from qmflask.gpu import Amd, Nvml
 from qmflask.memory.llama import read_command
 from qmflask.memory.samples import Card
+from qmflask.policy.eviction import gib
 from qmflask.ports import holder_of, port_is_free
 from qmflask.sampling import Sampler
 from qmflask.store.database import StoreError, place_faults
@@ -46,18 +48,14 @@ def configuration(source: Path) -> tuple[Config | None, list[Finding]]:
     try:
         loaded = load_path(source, os.environ)
     except ConfigError as error:
-        count = len(error.problems)
-        return None, [
-            fail("configuration", f"{source}: {count} errors, the first: {error.problems[0].text()}", _check(source))
-        ]
+        text = f"{plural(len(error.problems), 'error')}, the first: {error.problems[0].text()}"
+        return None, [fail("configuration", f"{source}: {text}", _check(source))]
     found = []
     if loaded.warnings:
-        first = loaded.warnings[0].text()
-        found = [
-            warn("configuration", f"{source}: {len(loaded.warnings)} warnings, the first: {first}", _check(source))
-        ]
+        text = f"{plural(len(loaded.warnings), 'warning')}, the first: {loaded.warnings[0].text()}"
+        found = [warn("configuration", f"{source}: {text}", _check(source))]
     if not found:
-        found = [ok("configuration", f"{source}: {len(loaded.config.models)} models")]
+        found = [ok("configuration", f"{source}: {plural(len(loaded.config.models), 'model')}")]
     return loaded.config, found
 
 
@@ -90,32 +88,38 @@ def state(folder: Path) -> Iterator[Finding]:
 
 
 def commands(config: Config) -> Iterator[Finding]:
-    """Each model's program and model file."""
-    bad = False
+    """Each model's program and model file; what many of them lack is said once."""
+    faults: dict[tuple[str, str], list[str]] = {}
     for model in config.models.values():
-        for finding in _command(model):
-            bad = True
-            yield finding
-    if config.models and not bad:
+        for fault in _command(model):
+            faults.setdefault(fault, []).append(model.id)
+    for (text, mend), names in faults.items():
+        yield fail(f"model {', '.join(names)}", text, mend)
+    if config.models and not faults:
         yield ok("models", "every program and model file is there")
 
 
-def _command(model: Model) -> Iterator[Finding]:
-    topic = f"model {model.id}"
+def _command(model: Model) -> Iterator[tuple[str, str]]:
+    """What a model's command lacks, and how to mend it."""
     try:
         launch = model.launch()
     except LaunchError as error:
-        yield fail(topic, str(error), "correct its cmd")
+        yield str(error), "correct its cmd"
         return
     path = os.pathsep.join(
         [launch.env.get("PATH") or os.environ.get("PATH", os.defpath), os.path.join(sys.prefix, "bin")]
     )
-    if shutil.which(launch.argv[0], path=path) is None:
-        yield fail(topic, f"{launch.argv[0]} is not in PATH", "install it, or write its whole path into cmd")
+    program = launch.argv[0]
+    if shutil.which(program, path=path) is None:
+        if os.path.dirname(program):
+            what = "may not be executed" if os.path.exists(program) else "does not exist"
+            yield f"{program} {what}", "correct the path in cmd, or install it there"
+        else:
+            yield f"{program} is not in PATH", "install it, or write its whole path into cmd"
     wanted = read_command(launch.argv, launch.env)
     for file in (wanted.model, wanted.projector, wanted.draft) if wanted else ():
         if file and os.path.isabs(file) and not os.path.exists(file):
-            yield fail(topic, f"{file} does not exist", "correct the path in its cmd")
+            yield f"{file} does not exist", "correct the path in its cmd"
 
 
 def cards() -> tuple[Card, ...]:
@@ -145,6 +149,8 @@ def memory(config: Config | None, found: tuple[Card, ...], ram: int) -> Iterator
     yield ok("memory", f"{size(ram)} GiB of system memory")
     if config is None:
         return
+    if (several := several_cards(config.vram_budget, found)) is not None:
+        yield warn("memory", *several)
     yield from _budget("vramBudgetGB", config.vram_budget, total)
     yield from _budget("ramBudgetGB", config.ram_budget, ram)
     unknown = [m.id for m in config.models.values() if not (m.est_ram if m.pool == "ram" else m.est_vram)]
@@ -154,6 +160,31 @@ def memory(config: Config | None, found: tuple[Card, ...], ram: int) -> Iterator
             f"no size is given for {', '.join(unknown[:5])}: they swap by their groups until they were measured",
             "`qmflask estimate --config FILE` prints estVramGB and estRamGB",
         )
+
+
+def growth(told: Mapping[str, Any], url: str) -> Iterator[Finding]:
+    """What others take of the cards above the least that was ever seen: a game, or a floor from a day without them.
+
+    `told` is what the service at `url` says of memory.
+    """
+    excess, ceiling = told.get("excess"), told.get("vram_ceiling")
+    if not excess or not told.get("trusted") or ceiling is None:
+        return
+    names = ", ".join(f"{one['name']} {gib(one['bytes'])}" for one in told.get("foreign_processes") or ())
+    text = (
+        f"other programs hold {gib(excess)} more on the cards than the least that was seen, {gib(told['floor'])}"
+        f"{f' ({names})' if names else ''}: {gib(ceiling)} of {gib(told['vram_budget'])} may be used now"
+    )
+    yield warn("memory", text, f"close them; if it is always like this, learn it anew: POST {url}/api/memory/relearn")
+
+
+def several_cards(vram_budget: int, found: Sequence[Card]) -> tuple[str, str] | None:
+    """What to say of one budget over several cards, and how to mend it; None when there is nothing to say."""
+    if not vram_budget or len(found) < 2:
+        return None
+    each = ", ".join(f"{size(card.total)} GiB" for card in found)
+    text = f"one budget covers all {len(found)} cards ({each}): what fits their sum need not fit any one of them"
+    return text, "say in each cmd which card a model uses, or how it is split, and leave some room in the budget"
 
 
 def _budget(key: str, budget: int, total: int) -> Iterator[Finding]:

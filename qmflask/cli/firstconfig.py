@@ -142,7 +142,7 @@ def text(entries: Sequence[Entry], server: str, vram: int, ram: int, unreadable:
     """The configuration file."""
     lines = [
         "# Written by `qmflask init`; sizes are estimates from the files' headers. Check: qmflask check THIS_FILE",
-        "# What is measured later counts where it is larger. All keys: docs/configuration.md",
+        "# What is measured later counts where it is larger. All keys: qmflask example config",
         "",
     ]
     lines += [f"vramBudgetGB: {vram / GIB:g}    # what all models together may take of the cards"] if vram else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
@@ -19,8 +19,11 @@ from qmflask.cli.service import (
     quoted,
     url_option,
 )
-from qmflask.cli.table import span
+from qmflask.cli.table import plural, span
 from qmflask.cli.waiting import waited
+
+#: Stands for a name where all are meant.
+_ALL = "all models"
 
 
 @click.command("load")
@@ -67,7 +70,7 @@ def unload(models: tuple[str, ...], everything: bool, url: str, as_json: bool) -
         _each(service, models, one, "stopped", as_json)
         return
     try:
-        _each(service, ("all models",), every, "stopped", as_json)
+        _each(service, (_ALL,), every, "stopped", as_json)
     except Down:
         _stop_survivors(as_json)
 
@@ -95,6 +98,8 @@ def _progress(service: Service, name: str) -> str:
         body = service.get("/api/status", timeout=2)
     except click.ClickException:
         return ""
+    if name == _ALL:
+        return _left(body["models"])
     model = next((m for m in body["models"] if name == m["id"] or name in m.get("aliases", ())), None)
     if model is None:
         return ""
@@ -104,7 +109,13 @@ def _progress(service: Service, name: str) -> str:
     waiting = next((r for r in body["requests"] if r["model"] == model["id"] and r.get("why")), None)
     if waiting is not None:
         return f"{name} waits, {waiting['why']}: {span(waiting['age'])}"
-    return f"{name} is {model['state']}: {model['inflight']} answers"
+    return f"{name} is {model['state']}: {plural(model['inflight'], 'answer')}"
+
+
+def _left(models: Iterable[Mapping[str, Any]]) -> str:
+    left = [model for model in models if model["state"] not in ("stopped", "failed")]
+    answers = sum(model["inflight"] for model in left)
+    return f"not stopped yet: {', '.join(model['id'] for model in left)}, {plural(answers, 'answer')}" if left else ""
 
 
 def _stop_survivors(as_json: bool) -> None:

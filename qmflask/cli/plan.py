@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from qmflask.cli.service import Down, connect, json_option, quoted, url_option
-from qmflask.config import ConfigError, load
+from qmflask.config import ConfigError, Model, load
 from qmflask.config.units import GIB
 from qmflask.configfiles import read_sources
 from qmflask.policy.eviction import GroupPolicy, GroupRule, Sizes, gib
@@ -26,7 +27,7 @@ from qmflask.policy.rules import make_rules
 )
 @click.option("--running", default="", help="Models that run, coldest first, separated by commas.")
 @click.option("--ceiling", type=float, help="The live VRAM ceiling in GiB.")
-@click.option("--cases", type=click.Path(path_type=Path, exists=True), help="Answer all cases of a JSON file.")
+@click.option("--cases", type=click.Path(path_type=Path), help="Answer all cases of a JSON file.")
 @url_option
 @json_option
 def command(
@@ -45,7 +46,11 @@ def command(
     Exit code: 0 answered, 1 no answer, 2 wrong usage, 3 no service.
     """
     if cases is not None:
-        _print_cases(_answer_cases(json.loads(cases.read_text(encoding="utf-8"))), as_json)
+        try:
+            answers = _answer_cases(json.loads(cases.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise click.ClickException(f"{cases} cannot be answered: {error!r}") from None
+        _print_cases(answers, as_json)
         return
     if not model:
         raise click.UsageError("name a MODEL, or give --cases")
@@ -57,6 +62,9 @@ def command(
 
 
 def _what_if(path: Path, model: str, running: str, ceiling: float | None) -> dict[str, Any]:
+    from qmflask.hints import hint  # these two bring much along
+    from qmflask.overview import all_sizes
+
     try:
         config = load(read_sources(path), os.environ).config
     except ConfigError as error:
@@ -67,8 +75,15 @@ def _what_if(path: Path, model: str, running: str, ceiling: float | None) -> dic
     unknown = [name for name in wanted if name not in config.models]
     if unknown:
         raise click.ClickException(f"not in {path}: {', '.join(unknown)}")
-    limit = None if ceiling is None else int(ceiling * GIB)
-    return what_if(make_rules(config, {}), wanted[0], wanted[1:], limit)
+    limit = None if ceiling is None else _up(ceiling)
+    body = what_if(make_rules(config, {}), wanted[0], wanted[1:], limit)
+    guesses = {name: hint(config.models[name]) for name in dict.fromkeys(wanted) if _unknown(config.models[name])}
+    hints = {name: asdict(guess) for name, guess in guesses.items() if guess is not None}
+    return {**body, "sizes": all_sizes(config, {}), "hints": hints}
+
+
+def _unknown(model: Model) -> bool:
+    return not (model.est_ram if model.pool == "ram" else model.est_vram)
 
 
 def _answer_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,8 +149,33 @@ def _lines(body: dict[str, Any]) -> list[str]:
     for pool in [] if refused else body.get("pools", []):
         cap = f", {gib(pool['cap'])} in force now" if pool["cap"] != pool["budget"] else ""
         limit = f"of {gib(pool['budget'])}{cap}" if pool["budget"] else "without a budget"
-        lines.append(f"{pool['pool']} ({pool['rule']} rule): {gib(pool['charge'])} for {body['model']}, {limit}")
+        size = _size(body, body["model"], pool["pool"], pool["charge"])
+        sums = f", {gib(pool['total'])} with all that runs, {gib(pool['after'])} then" if pool["residents"] else ""
+        lines.append(f"{pool['pool']} ({pool['rule']} rule): {size} for {body['model']}{sums}, {limit}")
         for line in pool["residents"]:
             mark = "stop" if line["stops"] else "keep"
-            lines.append(f"  {mark}  {line['model']}  {gib(line['charge'])}  {line['why']}")
-    return lines + [f"note: {note}" for note in body.get("notes", [])]
+            size = _size(body, line["model"], pool["pool"], line["charge"])
+            lines.append(f"  {mark}  {line['model']}  {size}  {line['why']}")
+    return lines + _others(body.get("others") or {}) + [f"note: {note}" for note in body.get("notes", [])]
+
+
+def _size(body: dict[str, Any], model: str, pool: str, charge: int) -> str:
+    """A charge and where it comes from; for one of unknown size what its header or its file suggests."""
+    if charge:
+        origin = body.get("sizes", {}).get(model, {}).get(pool, {}).get("origin")
+        return f"{gib(charge)} {origin}" if origin else gib(charge)
+    guess = body.get("hints", {}).get(model)
+    if guess and guess[pool]:
+        return f"unknown size (its {guess['origin']} suggests {gib(guess[pool])})"
+    return "nothing" if body.get("sizes", {}).get(model, {}).get("pool", pool) != pool else "unknown size"
+
+
+def _others(seen: dict[str, Any]) -> list[str]:
+    """What programs of others hold on the cards, as far as a sample tells."""
+    if seen.get("why"):
+        return [f"others: {seen['why']}; the configured budget holds"]
+    if not seen.get("foreign"):
+        return []
+    names = ", ".join(f"{one['name']} {gib(one['bytes'])}" for one in seen.get("foreign_processes") or ())
+    growth = f"{gib(seen['excess'])} above the floor of {gib(seen['floor'])}" if seen["excess"] else "their floor"
+    return [f"others: {gib(seen['foreign'])} on the cards, {growth}{f': {names}' if names else ''}"]

@@ -10,7 +10,7 @@ import click
 from qmflask.cli.service import Down, connect, json_option, place_options, print_json, url_option
 from qmflask.cli.table import plain, size, span, table
 
-_MODELS = ("model", "state", "since", "vram", "ram", "busy", "queued", "idle", "stops in", "pid", "port")
+_MODELS = ("model", "state", "since", "vram", "ram", "charged", "busy", "queued", "idle", "stops in", "pid", "port")
 _REQUESTS = ("request", "model", "state", "age", "waits for")
 _DOWN = ("stopped", "failed")
 
@@ -23,8 +23,9 @@ _DOWN = ("stopped", "failed")
 def command(everything: bool, url: str, as_json: bool) -> None:
     """Show the loaded models, the requests, and memory.
 
-    Sizes are GiB: what was measured, else what the model is charged. Without a running service: what the state
-    directory says (QMFLASK_STATE, QMFLASK_CONFIG). Exit code: 0 shown, 1 refused, 3 no service and no state.
+    Sizes are GiB: what was measured now, else what the model is charged; `charged` has that of its own pool and where
+    it comes from. Without a running service: what the state directory says (QMFLASK_STATE, QMFLASK_CONFIG). Exit code:
+    0 shown, 1 refused, 3 no service and no state.
     """
     body, running = look(url)
     if as_json:
@@ -71,6 +72,7 @@ def _model(model: Mapping[str, Any]) -> tuple[str, ...]:
         span(model.get("since")),
         vram,
         ram,
+        _charged(model),
         str(model["inflight"]),
         str(model["queued"]),
         span(model.get("idle")),
@@ -87,6 +89,16 @@ def _size(model: Mapping[str, Any], pool: str) -> str:
     if measured is None and not charged:
         return "?" if pool == model.get("pool") else "-"
     return size(charged if measured is None else measured) if measured or charged else "-"
+
+
+def _charged(model: Mapping[str, Any]) -> str:
+    """The charge with its origin; a measurement that overrules an estimate stands beside it."""
+    sizes, pool = model.get("size") or {}, model.get("pool")
+    charge, origin = (sizes.get("charged") or {}).get(pool), (sizes.get("origin") or {}).get(pool)
+    if not charge or not origin:
+        return "unknown"
+    told = (sizes.get("configured") or {}).get(pool) if origin == "measured" else 0
+    return f"{size(charge)} {origin}" + (f", {size(told)} configured" if told else "")
 
 
 def _request(request: Mapping[str, Any]) -> tuple[str, ...]:

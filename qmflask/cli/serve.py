@@ -13,7 +13,7 @@ _SETTINGS = "python:qmflask.gunicorn_conf"
 
 
 @click.command("serve", context_settings={"ignore_unknown_options": True})
-@click.option("--config", type=click.Path(path_type=Path, exists=True), help="File or folder (QMFLASK_CONFIG).")
+@click.option("--config", type=click.Path(path_type=Path), help="File or folder (QMFLASK_CONFIG).")
 @click.option("--state", type=click.Path(path_type=Path), help="State directory, on a local disk (QMFLASK_STATE).")
 @click.option("--bind", "-b", multiple=True, help="HOST:PORT or unix:PATH; may be repeated. [127.0.0.1:8080]")
 @click.option("--workers", "-w", type=click.IntRange(min=1), help="Processes. [as many as cores, 2 to 4]")

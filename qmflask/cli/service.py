@@ -43,10 +43,8 @@ class Service:
     """One service by its address: `http://host:port`, with a path where it is mounted below one, or `unix:/path`."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = _address(url)
         self._key = key
-        if not url.startswith("unix:") and urlsplit(url).scheme not in ("http", "https"):
-            raise click.UsageError(f"{url!r} is no address; give http://HOST:PORT or unix:/PATH")
 
     def get(self, path: str, timeout: float | None = QUICK) -> Any:
         """GET, parsed. Raises Down, Refused."""
@@ -100,6 +98,23 @@ class Service:
 
     def _base(self) -> str:
         return "" if self.url.startswith("unix:") else urlsplit(self.url).path
+
+
+def _address(url: str) -> str:
+    """The address in full; HOST:PORT is taken for http. Raises UsageError for what is none."""
+    full = url.strip()
+    if full.startswith("unix:/"):
+        return full
+    if "://" not in full:
+        full = f"http://{full}"
+    try:
+        parts = urlsplit(full)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise click.UsageError(f"{url!r} is no address; give http://HOST:PORT or unix:/PATH")
+    return full.rstrip("/")
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -27,6 +27,11 @@ def size(count: int | None) -> str:
     return f"{count / GIB:.1f}" if count else "?"
 
 
+def plural(number: int, word: str) -> str:
+    """`1 model`, `2 models`."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
 def span(seconds: float | None) -> str:
     """A time as people say it: `7s`, `3m20s`, `2h05m`; `-` for none."""
     if seconds is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import click
@@ -41,6 +42,26 @@ def waited(work: Callable[[], T], progress: Callable[[], str], *, quiet: bool = 
     if failures:
         raise failures[0]
     return results[0]
+
+
+@contextmanager
+def told(progress: Callable[[], str], *, quiet: bool = False) -> Iterator[None]:
+    """Says `progress` as `waited` does, while the block runs: for work that has to clean up after Ctrl-C."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(LOOK):
+            line.say(progress())
+
+    line = _Line(quiet)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        line.end()
 
 
 class _Line:

@@ -144,6 +144,7 @@ def _groups_stop(config: Config, model: Model) -> bool:
 def _budget_stops(config: Config, model: Model, others: Sequence[Model]) -> bool:
     """Whether a memory rule decides for some other model of its pool; that all fit together is no fault."""
     if model.pool == "ram":
-        return config.ram_budget > 0 and any(other.est_ram for other in others if other.id != model.id)
+        sized = any(other.est_ram for other in others if other.id != model.id)
+        return config.ram_budget > 0 and (config.learn_sizes or sized)
     peers = (other for other in others if other.id != model.id and other.pool == "vram")
     return config.vram_budget > 0 and (config.learn_sizes or any(other.est_vram for other in peers))

@@ -20,6 +20,7 @@ _TIME_FORMATS = (
 
 def lint(ctx: Context, config: Config, environ: Mapping[str, str]) -> None:
     """Note every warning about `config` in the context's problems."""
+    _nothing_to_serve(ctx, config)
     _log_words(ctx)
     _idle_routing(ctx)
     _keys(ctx)
@@ -29,6 +30,13 @@ def lint(ctx: Context, config: Config, environ: Mapping[str, str]) -> None:
     _returning(ctx, config)
     lint_ports(ctx, config, environ)
     lint_fitting(ctx, config)
+
+
+def _nothing_to_serve(ctx: Context, config: Config) -> None:
+    if config.models or config.peers or ctx.problems.errors:
+        return
+    hint = "write `models:`, and below it NAME: {cmd: PROGRAM --port ${PORT} ...}, or have `qmflask init FOLDER` do it"
+    ctx.warning("there are no models: no request can be answered", (), "no_models", allowed="at least one", hint=hint)
 
 
 def _log_words(ctx: Context) -> None:

@@ -295,7 +295,12 @@ class ProfileSection(Section):
     pins: dict[str, ItemText | None] = option(
         dict, "Name to target; an empty target disables the name.", {"chat": "qwen-long"}
     )
-    preload: list[ItemText] = option(list, "Models to load when the profile becomes active.", ["qwen-long"], ours=True)
+    preload: list[ItemText] = option(
+        list,
+        "Models, aliases or groups to load when the profile becomes active, and at a start with it.",
+        ["qwen-long"],
+        ours=True,
+    )
     default_model: Text = option("", "Overrides the global `defaultModel` while active.", "qwen-long", ours=True)
 
 

@@ -177,7 +177,7 @@ def foreign_processes(sample: GpuSample | None, models: Sequence[ModelView]) -> 
 
 
 def ram_ceiling(budget: int, available: int | None, held: int) -> int | None:
-    """The RAM rule's live side: min(budget, MemAvailable + what our RAM models hold - 1 GiB), in bytes.
+    """The RAM rule's live side: min(budget, MemAvailable + what our models hold of it - 1 GiB), in bytes.
 
     None without a budget or a reading (spec/eviction.md, admission 6).
     """

@@ -10,8 +10,6 @@ from qmflask.memory.samples import GIB, MIB
 
 #: Share of the victims' memory that must be seen free, in per cent.
 SHARE = 95
-#: Other programs move that much system memory about all the time; cards are steady.
-RAM_SLACK = 64 * MIB
 #: Memory of the dead up to this much is a driver's rounding.
 SLACK = 64 * MIB
 MILLISECOND = 1_000_000
@@ -53,6 +51,11 @@ class Gate:
     others: Mapping[str, int] = field(default_factory=dict)
     looks: int = 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything to be seen at all."""
+        return bool(self.need or self.victims)
+
     def to_json(self) -> dict[str, Any]:
         """For the swap's row."""
         return asdict(self)
@@ -88,8 +91,12 @@ def open_gate(
     """A gate on the state sampled before anybody was signalled.
 
     `victims` maps them to the bytes of their trees at that sample, `need` is the target's charge (0: unknown),
-    `earlier` are this pool's gates that still wait.
+    `earlier` are this pool's gates that still wait. A driver may free late, so cards are watched. System memory is back
+    when a process is gone, and what all others do with it meanwhile must not be held against the swap: there only what
+    is free counts.
     """
+    if pool == "ram":
+        victims = {}
     others = {model: size for model, size in before.holds.items() if model not in victims}
     ahead = tuple((gate.swap, outstanding(gate, before)) for gate in earlier)
     return Gate(swap, pool, before.used, sum(victims.values()), need, deadline, tuple(victims), ahead, others)
@@ -129,17 +136,19 @@ def look_all(gates: Sequence[Gate], state: PoolState | None, now: int) -> list[L
 
 
 def _look(gate: Gate, state: PoolState, now: int, promised: int, waiting: int) -> Look:
+    allowed = gate.held * (100 - SHARE) // 100
     if state.unexplained is None:
-        returned = _wanted(gate) - _fallen(gate, state)
+        owed = _wanted(gate) - _fallen(gate, state) + allowed
     else:
-        returned = state.unexplained - waiting - max(SLACK, gate.held * (100 - SHARE) // 100)
+        owed, allowed = state.unexplained - waiting, max(SLACK, allowed)
+    returned = owed - allowed
     short = gate.need + promised + _pending(gate, state) - state.free if gate.need else 0
     missing = max(0, returned, short)
     if not missing:
         return Look(gate, True, False, now, 0, "")
     pool = gate.pool.upper()
     if returned >= short:
-        why = f"{_gib(missing)} of {pool} were not given back"
+        why = f"{_gib(owed)} of {pool} were not given back after {', '.join(gate.victims) or 'others'} stopped"
     else:
         why = f"{_gib(missing)} of {pool} are missing: {_gib(state.free)} are free, {_gib(gate.need)} are needed"
     if now >= gate.deadline:
@@ -153,8 +162,7 @@ def _wanted(gate: Gate) -> int:
     """Bytes by which use must fall since the gate opened; nothing if nothing is known of the victims."""
     if not gate.held:
         return 0
-    slack = RAM_SLACK if gate.pool == "ram" else 0
-    return max(0, gate.held * SHARE // 100 - slack) + sum(size for _, size in gate.ahead)
+    return gate.held * SHARE // 100 + sum(size for _, size in gate.ahead)
 
 
 def _fallen(gate: Gate, state: PoolState) -> int:

@@ -26,6 +26,9 @@ class Explains(EvictionPolicy, Protocol):
     ) -> Explanation:
         """The decision of `eviction_for` with every resident, charge and reason."""
 
+    def on_swap_start(self, target: str, running: Sequence[str], vram_ceiling: int | None = None) -> str | None:
+        """Estimate, resident sum and budget in force; None without a VRAM budget."""
+
 
 def plan(snapshot: Snapshot, rules: Rules, model: str, now: int) -> dict[str, Any]:
     """The plan for `model` as JSON values; nothing is done.
@@ -130,6 +133,11 @@ def sentence(rules: Rules, swap: StartSwap, running: Sequence[str], snapshot: Sn
     sums = "; ".join(_sum(step) for step in found.steps if step.budget)
     how = ", once it has drained" if swap.fixed else ""
     return f"swap to {swap.target}: stops {stops}{how}" + (f" ({sums})" if sums else "")
+
+
+def on_swap_start(rules: Rules, swap: StartSwap, running: Sequence[str], snapshot: Snapshot) -> str | None:
+    """The policy's own line of one real swap, for the debug log (spec/eviction.md)."""
+    return _explains(rules.policy).on_swap_start(swap.target, running, snapshot.vram_ceiling)
 
 
 def _sum(step: PoolPlan) -> str:

@@ -137,9 +137,9 @@ _GRANT = (
 )
 #: The trigger `lease_ended` stamps counter and model, and removes the row.
 _END = (
-    "UPDATE requests SET ended_at = ? WHERE id = ?"
+    "UPDATE requests SET ended_at = ?, answered = ? WHERE id = ?"
     " RETURNING EXISTS (SELECT 1 FROM requests WHERE state <> 'granted'),"
-    " (SELECT state FROM processes WHERE processes.model = requests.model)"
+    " (SELECT state = 'draining' OR answered < requests.answered FROM processes WHERE model = requests.model)"
 )
 
 
@@ -170,20 +170,20 @@ def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
         return _insert(tx, arrival, state, None)
 
 
-def release(store: Store, request: int, model: str, now: int, hold_until: int | None) -> bool:
-    """End a lease; True when the leader should look: somebody waits, or the model drains.
+def release(store: Store, request: int, model: str, now: int, hold_until: int | None, answered: bool = True) -> bool:
+    """End a lease; True when the leader should look: somebody waits, the model drains, or its size is to be learned.
 
-    `hold_until` None leaves the hold as it is, 0 ends it.
+    `hold_until` None leaves the hold as it is, 0 ends it; `answered`: the model has shown that it is loaded.
     """
     if hold_until is None:
-        rows = store.statement(_END, (now, request))
+        rows = store.statement(_END, (now, int(answered), request))
     else:
         with store.write() as tx:
             query = "UPDATE processes SET hold_until = ? WHERE model = ? AND hold_until <> ?"
             if tx.execute(query, (hold_until, model, hold_until)).rowcount:
                 tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
-            rows = tx.execute(_END, (now, request)).fetchall()
-    return any(waiting or state == "draining" for waiting, state in rows)
+            rows = tx.execute(_END, (now, int(answered), request)).fetchall()
+    return any(waiting or wanted for waiting, wanted in rows)
 
 
 def end_hold(store: Store, model: str, now: int) -> bool:

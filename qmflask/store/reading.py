@@ -52,6 +52,12 @@ def sample(tx: sqlite3.Connection) -> dict[str, Any]:
     return {"at": row["at"], **json.loads(row["body"])} if row else {}
 
 
+def answered(tx: sqlite3.Connection) -> set[tuple[str, int]]:
+    """(model, when it was started) of every start that has answered a request: from then on its size counts."""
+    rows = tx.execute("SELECT model, started_at FROM processes WHERE answered AND state IN ('ready', 'draining')")
+    return {(row["model"], row["started_at"]) for row in rows}
+
+
 def learned_sizes(tx: sqlite3.Connection) -> dict[str, tuple[int, int]]:
     """Learned peaks (vram, ram) in bytes by launch hash."""
     return {row["launch_hash"]: (row["vram"], row["ram"]) for row in tx.execute("SELECT * FROM sizes")}

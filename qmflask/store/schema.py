@@ -93,6 +93,7 @@ CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; grant
     patience_at INTEGER NOT NULL DEFAULT 0,
     granted_at  INTEGER,
     ended_at    INTEGER,                           -- written to end a lease: the row goes with it
+    answered    INTEGER NOT NULL DEFAULT 0,        -- written then, too: whether the model has worked
     paid        INTEGER NOT NULL DEFAULT 0,        -- this request caused or waited for a load
     cancelled   INTEGER NOT NULL DEFAULT 0,
     error_code  TEXT,
@@ -132,7 +133,8 @@ TRIGGERS = {
     END""",
     "lease_ended": """AFTER UPDATE OF ended_at ON requests BEGIN
         UPDATE scheduler SET tick = tick + 1;
-        UPDATE processes SET tick = (SELECT tick FROM scheduler), idle_since = NEW.ended_at, answered = 1
+        UPDATE processes SET tick = (SELECT tick FROM scheduler), idle_since = NEW.ended_at,
+            answered = MAX(answered, NEW.answered)
             WHERE model = NEW.model;
         DELETE FROM requests WHERE id = NEW.id;
     END""",

@@ -48,6 +48,7 @@ def _state(router: Router) -> dict[str, Any]:
         "worker_generation": router.live.generation,
         "loaded_at": scheduler.config_wall,
         "source": str(router.source),
+        "state": str(router.state),
         "error": scheduler.config_error,
         "models": sorted(router.live.config.models),
     }

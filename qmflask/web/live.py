@@ -39,11 +39,11 @@ class Live:
         self._mark: Any = None
         self._at = 0.0
 
-    def look(self, router: Router) -> Moment:
-        """The newest Moment, not older than MOMENT."""
+    def look(self, router: Router, age: float = MOMENT) -> Moment:
+        """The newest Moment, not older than `age` seconds."""
         with self._lock:
             now = time.monotonic()
-            if self._moment is None or now - self._at >= MOMENT:
+            if self._moment is None or now - self._at >= age:
                 self._at = now
                 self._read(router)
             assert self._moment is not None

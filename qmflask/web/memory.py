@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,8 @@ from flask import Blueprint, Response, request
 
 from qmflask.errors import MissingModel
 from qmflask.hints import hint
-from qmflask.memory.charges import charge
 from qmflask.names import Resolved
+from qmflask.overview import all_sizes
 from qmflask.router import Router
 from qmflask.states import DOWN
 from qmflask.web import auth, targets
@@ -38,8 +38,10 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         if resolved.id not in router().live.config.models:
             raise targets.unknown(router().live, None, resolved.id)  # a reload was faster
         found = router().plan(resolved.id)
+        status = router().status()
         found["notes"] = ([words] if words else []) + found.get("notes", [])
-        found["sizes"] = _sizes(router())
+        found["sizes"] = all_sizes(router().live.config, status.sizes)
+        found["others"] = _others(status.sample)
         found["hints"] = _hints(router(), [resolved.id, *(line["model"] for line in _residents(found))])
         return json_answer(found)
 
@@ -47,7 +49,7 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
     def show_memory() -> Response:
         status = router().status()
         states = {row.model: row.state.value for row in status.processes.values() if row.state not in DOWN}
-        return json_answer({**status.sample, "sizes": _sizes(router()), "states": states})
+        return json_answer({**status.sample, "sizes": all_sizes(router().live.config, status.sizes), "states": states})
 
     @routes.post("/api/memory/relearn")
     def relearn() -> Response:
@@ -77,17 +79,8 @@ def _hints(router: Router, names: list[str]) -> dict[str, Any]:
     return {name: asdict(guess) for name, guess in guesses.items() if guess is not None}
 
 
-def _sizes(router: Router) -> dict[str, Any]:
-    """Every model's charge with its origin, beside the estimate and the measured peak; bytes."""
-    learned = router.status().sizes
-    found = {}
-    for model in router.live.config.models.values():
-        vram, ram = learned.get(model.launch_hash, (0, 0)) if router.live.config.learn_sizes else (0, 0)
-        pools = {"vram": charge(model.est_vram, vram), "ram": charge(model.est_ram, ram)}
-        found[model.id] = {
-            pool: {"charged": one.size, "origin": one.origin, "configured": configured, "measured": measured}
-            for (pool, one), configured, measured in zip(
-                pools.items(), (model.est_vram, model.est_ram), (vram, ram), strict=True
-            )
-        } | {"pool": model.pool}
-    return found
+def _others(sample: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the newest sample says of others on the cards; None where there is no card."""
+    if not sample.get("cards"):
+        return None
+    return {key: sample.get(key) for key in ("foreign", "floor", "excess", "trusted", "why", "foreign_processes")}

@@ -13,7 +13,7 @@ from qmflask.config import ApiKey, Model
 from qmflask.errors import NotFound
 from qmflask.hangup import Client, client_socket
 from qmflask.headers import Header
-from qmflask.overview import failure_of, stop_of
+from qmflask.overview import all_sizes, failure_of, stop_of
 from qmflask.router import Router
 from qmflask.states import DOWN, RESIDENT, State
 from qmflask.store.rows import ProcessRow
@@ -53,7 +53,11 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         rows = [row for row in sorted(status.processes.values(), key=lambda r: r.model) if row.state in RESIDENT]
         rows = [row for row in rows if auth.sees(owner, _names(row, models.get(row.model)))]
         counts = Counter((r.model, r.state) for r in status.requests if r.kind == "infer")
-        shown = [_running(row, models.get(row.model), counts, auth.is_admin(owner)) for row in rows]
+        sizes = all_sizes(router().live.config, status.sizes)
+        shown = [
+            _running(row, models.get(row.model), counts, auth.is_admin(owner)) | {"size": sizes.get(row.model)}
+            for row in rows
+        ]
         if "all" not in request.args:  # clients of llama-swap expect this and nothing more
             return json_answer({"running": shown})
         gone = [row for row in status.processes.values() if row.state in DOWN and row.model in models]

@@ -27,8 +27,9 @@ def blueprint(router: Callable[[], Router], live: Live | None = None) -> Bluepri
     @routes.get("/api/status")
     def status() -> Response:
         auth.require_admin(router().live.config, request.environ)
+        # Read anew: who has just unloaded a model and asks must not see it loaded. Pages follow `/api/events`.
         return Response(
-            shared.look(router()).encoded, headers=[("Cache-Control", "no-store")], mimetype="application/json"
+            shared.look(router(), age=0).encoded, headers=[("Cache-Control", "no-store")], mimetype="application/json"
         )
 
     @routes.get("/api/version")

@@ -176,9 +176,16 @@ class Visit:
         self._ended = True
         try:
             if self.lease is not None:
-                self.lease.end(tool_call=outcome is not None and outcome.tool_call)
+                tool_call = outcome is not None and outcome.tool_call
+                self.lease.end(tool_call=tool_call, answered=self._answered(outcome))
         finally:  # whatever one of them raises, the others run
             self._leave(outcome, error)
+
+    def _answered(self, outcome: Outcome | None) -> bool:
+        """Whether the model worked. Errors are no sign of it, nor are pages and health checks under `/upstream`."""
+        if outcome is None or outcome.status is None or outcome.first_byte_ns is None:
+            return False
+        return self.environ["REQUEST_METHOD"] == "POST" and 200 <= outcome.status < 300
 
     def _leave(self, outcome: Outcome | None, error: BaseException | None) -> None:
         self.router.free_slot()

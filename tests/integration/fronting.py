@@ -25,14 +25,15 @@ http {{
 
 
 @contextlib.contextmanager
-def nginx(folder: Path, behind: Path, **replaced: str) -> Iterator[int]:
-    """Start nginx before the socket `behind`; gives its port. `replaced` are directives to have other values."""
+def nginx(folder: Path, behind: Path | str, **replaced: str) -> Iterator[int]:
+    """Start nginx before the socket (or HOST:PORT) `behind`; gives its port. `replaced`: other values of directives."""
     assert NGINX, "nginx is missing: apt-get install nginx"
     folder.mkdir(exist_ok=True)
     ports = PortBlock()
     port = ports.take()
     site = (REPO / "conf" / "nginx.conf").read_text()
-    changes = {"unix:/run/qmflask/http.sock": f"unix:{behind}", "listen 8080": f"listen 127.0.0.1:{port}"}
+    address = behind if isinstance(behind, str) else f"unix:{behind}"
+    changes = {"unix:/run/qmflask/http.sock": address, "listen 8080": f"listen 127.0.0.1:{port}"}
     for old, new in {**changes, **replaced}.items():
         assert old in site
         site = site.replace(old, new)

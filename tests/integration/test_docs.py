@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from qmflask.app import app
 from qmflask.config import Source, load
 from tests.integration.conftest import StartService
 from tests.service import PATIENCE, REPO, Service, eventually
@@ -65,15 +66,16 @@ def named(block: Block) -> str:
     return f"{block.page}:{block.line}"
 
 
-#: Configurations are loaded; those marked `served` are in force for the commands that follow on their page.
-OF_CONFIGURATIONS = [b for b in BLOCKS if b.language == "yaml" and b.marks in ("", "served")]
+def is_configuration(block: Block) -> bool:
+    """YAML of ours. Marked `served` it is in force for what follows on its page; with a name, it is a file there."""
+    return block.language == "yaml" and (block.marks in ("", "served") or block.marks.endswith(".yaml"))
 
 
-@pytest.mark.parametrize("block", OF_CONFIGURATIONS, ids=named)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if is_configuration(b)], ids=named)
 def test_configurations_load(block: Block) -> None:
     environ = {name: f"value-{name}" for name in re.findall(r"\$\{env\.(\w+)\}", block.text)}
     loaded = load([Source(named(block), block.text)], environ, strict=True)
-    assert not loaded.warnings
+    assert not [warning for warning in loaded.warnings if warning.code != "no_models"]  # a piece may have none
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "json"], ids=named)
@@ -97,6 +99,39 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert [page for page in PAGES if page != "README.md" and f"({page})" not in readme] == []
+
+
+# --- routes ---------------------------------------------------------------------------------------------------
+
+#: What only a browser asks for.
+OF_THE_PAGE = ("/", "/ui", "/ui/", "/ui/<path:path>", "/ui/static/<digest>/<name>", "/favicon.ico", "/upstream")
+
+
+def asked(command: str) -> tuple[str, str]:
+    """Method and path of a curl command."""
+    method = re.search(r" -X (\w+)", command)
+    path = re.search(rf"http://{ADDRESS}(/[^\s?']*)", command)
+    assert path, command
+    return method[1] if method else "POST" if re.search(r" -[dF] ", command) else "GET", path[1]
+
+
+def test_every_route_has_a_curl() -> None:
+    found = [block for block in OF_COMMANDS if block.page == "docs/http-api.md"]
+    commands = [asked(command) for block in found for command, _ in block.steps()]
+    of_v1 = {(method, path.replace("/v/", "/v1/")) for method, path in commands}  # `/v/...` is one more name for each
+    missing = [
+        f"{method} {rule.rule}"
+        for rule in app.url_map.iter_rules()
+        for method in sorted((rule.methods or set()) - {"OPTIONS", "HEAD"})
+        if rule.rule not in OF_THE_PAGE
+        and not any(m == method and covers(rule.rule.replace("/v/", "/v1/"), path) for m, path in of_v1)
+    ]
+    assert missing == []
+
+
+def covers(rule: str, path: str) -> bool:
+    """Whether a path is one of a rule's."""
+    return re.fullmatch(re.sub(r"<(path:)?\w+>", "[^/]+", rule), path) is not None
 
 
 # --- commands ---------------------------------------------------------------------------------------------
@@ -151,6 +186,8 @@ def test_commands_do_what_is_shown(place: Service, tmp_path: Path) -> None:
     for page in PAGES:
         assert place.get("/unload").status == 200
         for block in BLOCKS:
+            if block.page == page and block.language == "yaml" and block.marks.endswith(".yaml"):
+                (folder / block.marks).write_text(block.text)
             if block.page == page and block.language == "yaml" and block.marks == "served":
                 (folder / "served.yaml").write_text(block.text)
                 serve(place, quick(block.text))

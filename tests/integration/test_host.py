@@ -126,3 +126,11 @@ def test_host_memory_and_performance() -> None:
     assert len(seen.load) == 3
     assert any(interface.name == "lo" for interface in seen.network)
     assert host.name_of(os.getpid())
+
+
+def test_who_holds_most_of_system_memory() -> None:
+    host = Host()
+    found = host.largest(set(), 3)
+    assert len(found) == 3 and [size for _, size in found] == sorted((size for _, size in found), reverse=True)
+    assert os.getpid() in [pid for pid, _ in host.largest(set(), 1 << 20)]
+    assert os.getpid() not in [pid for pid, _ in host.largest({os.getpid()}, 1 << 20)]

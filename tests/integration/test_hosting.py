@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import StartService
+from tests.integration.fronting import nginx
 from tests.service import PATIENCE, REPO, Service, eventually
 
 pytestmark = pytest.mark.hosting
@@ -46,6 +47,14 @@ def swaps_and_streams(service: Service) -> None:
         assert list(stream)[-1] == "[DONE]"
     # Held back, all would come together.
     assert stream.arrivals[-1] - stream.arrivals[0] > 200_000_000
+
+
+def behind(service: Service, folder: Path, address: Path | str) -> None:
+    """The same through the shipped conf/nginx.conf in front of `address`."""
+    direct = service.port
+    with nginx(folder, address) as service.port:
+        swaps_and_streams(service)
+    service.port = direct
 
 
 def refuses_websockets(service: Service) -> None:
@@ -113,15 +122,73 @@ def uwsgi() -> list[str]:
 def test_uwsgi(tmp_path: Path) -> None:
     # The plugin brings its own standard library (no -H): of our environment it gets the packages alone.
     packages = ("--pythonpath", sysconfig.get_path("purelib"), "--pythonpath", str(REPO))
-    where = (*packages, "--http-socket", "127.0.0.1:{port}")
+    socket_path = tmp_path / "http.sock"
+    where = (*packages, "--http-socket", "127.0.0.1:{port}", "--http-socket", str(socket_path))
     sizes = ("--master", "--processes", "2", "--threads", "16", "--enable-threads", "--lazy-apps", "--need-app")
     service = start_other(tmp_path / "uwsgi", *uwsgi(), *where, *sizes, "--die-on-term", "--module", "qmflask.app:app")
     try:
         service.start()
         swaps_and_streams(service)
         refuses_websockets(service)
+        behind(service, tmp_path / "nginx", socket_path)
         service.stop()
         eventually(lambda: not service.processes(), "the last worker stops the models")
+    finally:
+        service.close()
+
+
+APACHE = """
+ServerName localhost
+PidFile {folder}/apache2.pid
+DefaultRuntimeDir {folder}
+ErrorLog /dev/stderr
+LoadModule mpm_event_module {modules}/mod_mpm_event.so
+LoadModule authz_core_module {modules}/mod_authz_core.so
+LoadModule wsgi_module {modules}/mod_wsgi.so
+WSGISocketPrefix {folder}/wsgi
+WSGIDaemonProcess qmflask processes=2 threads=16 shutdown-timeout=60 python-path={packages} home={folder}
+WSGIProcessGroup qmflask
+WSGIApplicationGroup %{{GLOBAL}}
+WSGIPassAuthorization On
+WSGIScriptAlias / {repo}/wsgi.py
+<Directory {repo}>
+    Require all granted
+</Directory>
+"""
+
+
+def apache(folder: Path) -> list[str]:
+    """Apache's command line for a site in this folder, or a reason to skip."""
+    program = shutil.which("apache2", path="/usr/sbin")
+    modules = Path("/usr/lib/apache2/modules")
+    wanted = f"mod_wsgi.so-{sys.version_info.major}.{sys.version_info.minor}"
+    if program is None or not (modules / "mod_wsgi.so").exists():
+        pytest.skip("mod_wsgi is not installed (Debian: libapache2-mod-wsgi-py3)")
+    if (modules / "mod_wsgi.so").resolve().name != wanted:
+        pytest.skip(f"the module is {(modules / 'mod_wsgi.so').resolve().name}, this Python needs {wanted}")
+    # As for uWSGI: the module is tied to Debian's interpreter, our packages are put into its path.
+    packages = f"{sysconfig.get_path('purelib')}:{REPO}"
+    site = folder / "apache2.conf"
+    site.write_text(APACHE.format(folder=folder, modules=modules, packages=packages, repo=REPO))
+    command = [program, "-f", str(site), "-D", "FOREGROUND", "-c", "Listen 127.0.0.1:{port}"]
+    if os.geteuid():
+        return command
+    # mod_wsgi refuses to run as root: a user who is nobody, but may read what is root's in this test.
+    capabilities = "+dac_override,+dac_read_search,+kill"
+    nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    return [*nobody, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", *command]
+
+
+def test_mod_wsgi_in_daemon_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "apache"
+    folder.mkdir()
+    service = start_other(folder, *apache(folder))
+    try:
+        service.start()
+        swaps_and_streams(service)
+        refuses_websockets(service)
+        service.stop()
+        eventually(lambda: not service.processes(), "the last daemon stops the models")
     finally:
         service.close()
 
@@ -131,6 +198,25 @@ def test_the_sync_worker_serves_and_warns(start_service: StartService) -> None:
     swaps_and_streams(service)
     assert "the sync worker serves one request at a time" in service.log()
     assert service.log().count("sync worker serves") == 1
+
+
+def test_gunicorns_own_threads_behind_nginx_by_tcp_and_by_file(start_service: StartService, tmp_path: Path) -> None:
+    socket_path = tmp_path / "http.sock"
+    service = start_service(two, args=("--worker-class", "gthread", "--bind", f"unix:{socket_path}"))
+    behind(service, tmp_path / "tcp", f"127.0.0.1:{service.port}")
+    behind(service, tmp_path / "file", socket_path)
+
+
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("systemd is not installed")
+    unit = (REPO / "conf" / "qmflask.service").read_text()
+    assert unit.count("/opt/qmflask/.venv/bin/qmflask") == 1
+    path = tmp_path / "qmflask.service"
+    path.write_text(unit.replace("/opt/qmflask/.venv/bin/qmflask", sys.executable))
+    done = subprocess.run([program, "verify", "--man=no", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_application_is_found_where_passenger_looks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from tests.integration.echoing import echo_model, shared
 from tests.integration.fronting import nginx
-from tests.service import Service, llama
+from tests.service import REPO, Service, llama
 
 SAYS = "I am alpha and I am ready."
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -194,3 +195,61 @@ def test_curl(url: str, tmp_path: Path) -> None:
     assert props["total_slots"] == 1
     seen = json.loads(run("--path-as-is", f"{url}/upstream/ears/a%2Fb%20c/%7e?x=%2f"))
     assert seen["path"] == "/a%2Fb%20c/%7e?x=%2f"
+
+
+# --- clients that are installed for the occasion -----------------------------------------------------------
+
+#: What `-m heavy` installs, in folders of its own; a few ten megabytes.
+LANGCHAIN, NPM_OPENAI = "langchain-openai==1.7.4", "openai@7.55.0"
+
+
+def told(*command: str) -> dict[str, Any]:
+    """What such a client prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    print(json.dumps(found, indent=1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def langchain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with LangChain."""
+    folder = tmp_path_factory.mktemp("langchain")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", LANGCHAIN], check=True, timeout=600)
+    return python
+
+
+@pytest.fixture(scope="module")
+def npm_openai(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script for node, beside the package that it needs."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder = tmp_path_factory.mktemp("npm")
+    install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), NPM_OPENAI]
+    subprocess.run(install, check=True, timeout=600)
+    return Path(shutil.copy(REPO / "tests" / "parts" / "openai_client.mjs", folder))
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_langchain(url: str, langchain: Path) -> None:
+    seen = told(str(langchain), str(REPO / "tests" / "parts" / "langchain_client.py"), url, "sk-test")
+    assert seen["chat"] == seen["responses"] == seen["stream"] == SAYS
+    assert seen["batch"] == [SAYS] * 4 and seen["tokens"] > 0 and seen["vectors"] == 2
+    assert [(call["name"], call["args"]) for call in seen["calls"]] == [("get_weather", {"city": "Paris"})]
+    assert seen["unknown"] == "model_not_found" and "exit" in seen["broken"]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_openai_for_javascript(url: str, npm_openai: Path) -> None:
+    seen = told("node", str(npm_openai), url, "sk-test")
+    assert "org/alpha:7b" in seen["models"] and seen["chat"] == seen["stream"] == seen["response"] == SAYS
+    assert (seen["tool"]["name"], json.loads(seen["tool"]["arguments"])) == ("get_weather", {"city": "Paris"})
+    assert seen["vectors"] == 2 and seen["upload"] > 300_000
+    assert seen["unknown"] == {"kind": "NotFoundError", "status": 404, "code": "model_not_found"}
+    assert "exit" in seen["broken"]

@@ -17,6 +17,7 @@ import pytest
 
 from qmflask.app import create_app
 from tests.integration.echoing import echo_model, shared
+from tests.integration.test_websockets import talking
 from tests.service import Service, eventually
 
 SECONDS = float(os.environ.get("QMFLASK_FUZZ", "8"))
@@ -25,7 +26,23 @@ SEED = int(os.environ.get("QMFLASK_FUZZ_SEED", "0")) or random.randrange(1 << 30
 PATIENCE = 30.0
 
 METHODS = [*["GET"] * 6, *["POST"] * 8, "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "PROPFIND", "get", "X-ODD"]
-NAMES = ["echo", "al/ias", "ünï", "pick", "warm", "gone/m", "pin", "nobody", "", "a" * 300, "../x", "%00", "None", "1"]
+NAMES = [
+    "echo",
+    "ws",
+    "al/ias",
+    "ünï",
+    "pick",
+    "warm",
+    "gone/m",
+    "pin",
+    "nobody",
+    "",
+    "a" * 300,
+    "../x",
+    "%00",
+    "None",
+    "1",
+]
 ODD = [
     "%",
     "%zz",
@@ -117,6 +134,15 @@ def routes() -> list[str]:
     return sorted(rules | {"/upstream/<path:name>", "/comfyui/", "/comfyui/<path:name>", "/nothing"})
 
 
+#: What makes a websocket of a GET, if its method and path are right.
+HANDSHAKE = [
+    "Connection: Upgrade",
+    "Upgrade: websocket",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: " + "A" * 22 + "==",
+]
+
+
 class Maker:
     """Makes random requests."""
 
@@ -173,6 +199,9 @@ class Maker:
             "Host: x",
         ]
         lines += [f"{pick.choice(HEADERS)}: {pick.choice(VALUES)}" for _ in range(pick.randrange(5))]
+        if pick.random() < 0.08:
+            lines += HANDSHAKE
+            lines[0] = pick.choice([lines[0], "GET /upstream/ws/push?5 HTTP/1.1"])
         kind = pick.choice(KINDS)
         lines += [f"Content-Type: {kind}"] if kind else []
         body, whole = self.body(), True
@@ -216,9 +245,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 "echo": echo_model(aliases=["al/ias"], filters={"setParams": {"a.b": 1}, "stripParams": "x"}),
                 "ünï": echo_model(useModelName="u"),
                 "comfyui_auto": echo_model(),
+                "ws": talking(service, "ws"),
                 "fake": {"cmd": service.fake("fake", load_time=0.3), "sendLoadingState": "comments"},
             },
-            "groups": {"all": {"swap": False, "members": ["echo", "ünï", "comfyui_auto", "fake"]}},
+            "groups": {"all": {"swap": False, "members": ["echo", "ünï", "comfyui_auto", "ws", "fake"]}},
             "selectors": {
                 "pick": {"strategy": "pin", "targets": ["echo"]},
                 "warm": {"strategy": "warm", "targets": ["fake", "echo"]},
@@ -260,6 +290,7 @@ def test_random_requests(service: Service) -> None:
     for thread in threads:
         thread.join()
     print(statuses)
+    assert SECONDS < 60 or statuses["101"], "no websocket was opened"
     assert faults == [], faults[:3]
     _, mark, trace = service.log().partition("Traceback")
     assert not mark, trace[:5000]

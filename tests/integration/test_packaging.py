@@ -19,7 +19,17 @@ import pytest
 from qmflask import __version__
 from tests.service import PATIENCE, REPO, PortBlock, eventually, processes_with
 
-_SOURCES = ("setup.py", "setup.cfg", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "gunicorn.conf.py", "wsgi.py")
+_SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "setup.cfg",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "Makefile",
+    "gunicorn.conf.py",
+    "wsgi.py",
+)
 
 
 def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:

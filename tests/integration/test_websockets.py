@@ -140,18 +140,25 @@ def test_a_handshake_that_the_server_refuses_is_an_ordinary_answer(service: Serv
 
 def test_a_frame_that_comes_with_the_handshake_is_not_lost(service: Service) -> None:
     load(service, "talk")
-    frame = Frame(Opcode.TEXT, b"early").serialize(mask=True, extensions=[])
+    early, close = (
+        Frame(*what).serialize(mask=True, extensions=[])
+        for what in ((Opcode.TEXT, b"early"), (Opcode.CLOSE, b"\x03\xe8"))
+    )
     lines = [
         *("GET /upstream/talk/ HTTP/1.1", f"Host: 127.0.0.1:{service.port}", "Authorization: Bearer root"),
         *("Connection: keep-alive, Upgrade", "Upgrade: WebSocket", "Sec-WebSocket-Version: 13"),
         "Sec-WebSocket-Key: " + base64.b64encode(b"x" * 16).decode(),
     ]
     with socket.create_connection(("127.0.0.1", service.port), timeout=30) as sock:
-        sock.sendall("\r\n".join([*lines, "", ""]).encode() + frame)
+        sock.sendall("\r\n".join([*lines, "", ""]).encode() + early)
         answer = b""
         while b"early" not in answer:
             answer += sock.recv(1000)
-    assert answer.startswith(b"HTTP/1.1 101 ") and answer.count(b"HTTP/1.1") == 1
+        sock.sendall(close)
+        while piece := sock.recv(1000):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 101 ")
+    assert answer.count(b"HTTP/1.1") == 1, "gunicorn has nothing to add"
 
 
 def test_peers(service: Service, fronts: tuple[Service, dict[str, int]], port: int, tmp_path: Path) -> None:

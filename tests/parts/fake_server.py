@@ -11,7 +11,7 @@ A request may override the command line with a header: `X-Fake: chunks=3, interv
 
 Events (all carry `event`, `name`, `pid`, `t` = monotonic_ns): start, ready, term, exit (code);
 request (id, method, path, headers, body_sha256, length), headers (id, status), sent (id, n), done (id),
-client_gone (id, n), cut (id, n); booked, released. Lines are single O_APPEND writes, so that several servers
+client_gone (id, n), cut (id, n); booked, partly, released. Lines are single O_APPEND writes, so that several servers
 may share one file.
 """
 
@@ -63,6 +63,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "memory_mb": (0, "how much"),
     "ledger_total_mb": (0, "above this sum: out of memory, exit 1"),
     "release_delay": (0.0, "book out so long after the death"),
+    "release_when": ("", "book out no more than the share that this file names (0.5 ... 1), once it is there"),
 }
 #: The answers; each may also be set per request with X-Fake.
 ANSWER: dict[str, tuple[Any, str]] = {
@@ -160,6 +161,7 @@ def book(options: argparse.Namespace, events: EventLog) -> None:
 
     # Own session, empty environment: what frees late is the driver, no process of the model's tree.
     args = [str(os.getpid()), str(options.release_delay), options.ledger, options.events, options.name]
+    args += [options.release_when]
     subprocess.Popen(
         [sys.executable, "-S", "-E", __file__, "--release", *args],
         env={},
@@ -170,18 +172,44 @@ def book(options: argparse.Namespace, events: EventLog) -> None:
     )
 
 
-def release(pid: int, delay: float, ledger: str, events: str, name: str) -> None:
-    """Wait for the end of `pid`, then `delay` seconds, then book its memory out."""
+def release(pid: int, delay: float, ledger: str, events: str, name: str, when: str) -> None:
+    """Wait for the end of `pid`, then `delay` seconds, then book its memory out: at once, or as `when` says."""
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         poller.poll()
     time.sleep(delay)
+    log = EventLog(events, name)
+    share, wanted = 0.0, 1.0
     # A test that is over may have removed the folder: then nobody reads the ledger any more.
-    with contextlib.suppress(FileNotFoundError), open_ledger(ledger) as entries:
-        entries.pop(str(pid), None)
-        EventLog(events, name).note("released", of=pid)
+    with contextlib.suppress(FileNotFoundError):
+        while share < 1:
+            wanted = share_of(when) if when else 1.0
+            if wanted > share:
+                book_out(ledger, str(pid), (1 - wanted) / (1 - share))
+                log.note("released" if wanted == 1 else "partly", of=pid, share=wanted)
+            share = max(share, wanted)
+            time.sleep(0.01 if share < 1 else 0)
+
+
+def share_of(path: str) -> float:
+    """The number in a file; 0 while there is none. Raises FileNotFoundError when its folder is gone."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return float(file.read() or 0)
+    except FileNotFoundError:
+        os.stat(os.path.dirname(path))
+        return 0.0
+
+
+def book_out(ledger: str, pid: str, left: float) -> None:
+    """Leave only the share `left` of what is booked for `pid`."""
+    with open_ledger(ledger) as entries:
+        if pid in entries and left > 0:
+            entries[pid]["mb"] = round(entries[pid]["mb"] * left)
+        else:
+            entries.pop(pid, None)
 
 
 # --- HTTP --------------------------------------------------------------------------------------------------
@@ -661,8 +689,8 @@ def bear_witness(options: argparse.Namespace, events: EventLog) -> None:
 def main() -> None:
     """Run as told by the command line."""
     if sys.argv[1:2] == ["--release"]:
-        pid, delay, ledger, path, name = sys.argv[2:7]
-        release(int(pid), float(delay), ledger, path, name)
+        pid, delay, ledger, path, name, when = sys.argv[2:8]
+        release(int(pid), float(delay), ledger, path, name, when)
         return
     options = parse_arguments()
     events = EventLog(options.events, options.name)

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sse-ping-interval", type=int, default=30)
     for switch in ("--embeddings", "--rerank", "--swa-full", "--no-repack", "--no-warmup", "--metrics"):
         add(switch, action="store_true")
+    add("--load-mode", choices=("none", "mmap"), default="mmap")
+    add("--reranking", dest="rerank", action="store_true")
     add("-kvu", "--kv-unified", action="store_true")
     add("--jinja", action=argparse.BooleanOptionalAction, default=True)
     return flags
@@ -63,6 +65,8 @@ def params(flags: argparse.Namespace) -> x.CommonParams:
     p.cache_type_k, p.cache_type_v = (_type(name) for name in (flags.cache_type_k, flags.cache_type_v))
     p.flash_attn_type = {"auto": -1, "off": 0, "on": 1}[flags.flash_attn]
     p.swa_full, p.no_extra_bufts, p.warmup = flags.swa_full, flags.no_repack, not flags.no_warmup
+    if flags.load_mode == "none":
+        p.load_mode = x.llama_load_mode.LLAMA_LOAD_MODE_NONE
     p.embedding = flags.embeddings or flags.rerank
     pooling = "rank" if flags.rerank else flags.pooling
     if pooling:

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from qmflask.cli import main
 from qmflask.config.schema import RootSection
+from qmflask.memory.samples import Card
 
 GOOD = "models:\n  m: {cmd: 'r --port ${PORT} \"a b\"', aliases: [x], filters: {setParamsByID: {y: {a: 1}}}}\n"
 
@@ -48,6 +49,24 @@ def test_strict_fails_for_warnings(tmp_path: Path) -> None:
     assert run("check", path, "--strict").exit_code == 1
 
 
+@pytest.mark.parametrize("text", ["", "models: {}", "startPort: 7000\r\n"])
+def test_a_file_without_models_says_how_to_add_one(tmp_path: Path, text: str) -> None:
+    result = run("check", file(tmp_path, text))
+    assert result.exit_code == 0 and "warning: " in result.output and "there are no models" in result.output
+    assert "qmflask init FOLDER" in result.output and result.output.endswith("0 errors, 1 warning, 0 models\n")
+
+
+def test_models_of_a_peer_are_models(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, "peers: {big: {proxy: 'http://h:1', models: [x]}}"))
+    assert "no models" not in result.output, result.output
+
+
+def test_line_ends_of_windows(tmp_path: Path) -> None:
+    text = "models:\n  a:\n    cmd: |\n      run --port ${PORT} \\\n        # why\n        --name a\n"
+    plain, windows = (run("check", file(tmp_path, t)).output for t in (text, "\ufeff" + text.replace("\n", "\r\n")))
+    assert "run --port 5800 --name a\n" in plain and windows == plain
+
+
 def test_json(tmp_path: Path) -> None:
     result = run("check", file(tmp_path, GOOD + "logLevel: loud\napiKeys: [k]\nperformance: {every: 75s}"), "--json")
     assert result.exit_code == 0
@@ -79,6 +98,26 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     assert "is also present in -config-dir" in run("check", path, "--config-dir", tmp_path).output
     (tmp_path / "more.yaml").write_text("models: {n: {cmd: '${PORT}'}}", encoding="utf-8")
     assert "2 models" in run("check", tmp_path).output
+
+
+def test_several_cards_under_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = (Card("u", 24 << 30, 0), Card("v", 8 << 30, 0))
+    monkeypatch.setattr("qmflask.cli.examine.cards", lambda: cards)
+    budget = file(tmp_path, GOOD + "vramBudgetGB: 30\n")
+    result = run("check", budget)
+    assert "warning: vramBudgetGB: one budget covers all 2 cards (24.0 GiB, 8.0 GiB)" in result.output
+    assert result.exit_code == 0 and "1 warning" in result.output
+    assert run("check", budget, "--strict").exit_code == 1
+    (warning,) = json.loads(run("check", budget, "--json").output)["warnings"]
+    assert (warning["code"], warning["path"]) == ("several_cards", "vramBudgetGB")
+    monkeypatch.setattr("qmflask.cli.examine.cards", lambda: cards[:1])
+    assert "0 warnings" in run("check", budget).output
+
+    def asked() -> None:
+        raise AssertionError("without a budget the cards do not matter")
+
+    monkeypatch.setattr("qmflask.cli.examine.cards", asked)
+    assert "0 warnings" in run("check", file(tmp_path, GOOD)).output
 
 
 @pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "模型"])

@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from qmflask.app import _speaks_for_all
 from qmflask.cli import COMMANDS, main
-from qmflask.cli.examine import configuration, nginx, ports, state
+from qmflask.cli.examine import commands, configuration, growth, nginx, ports, state
 from qmflask.cli.examine import memory as memory_findings
 from qmflask.cli.example import FILES
+from qmflask.cli.plan import _lines as plan_lines
+from qmflask.cli.ps import lines as ps_lines
 from qmflask.cli.serve import arguments
+from qmflask.cli.service import Service
 from qmflask.cli.table import span, table
 from qmflask.config import Source, load
 from qmflask.journal import Journal
@@ -43,6 +48,40 @@ def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None
     path.write_text("models: {a: {}}\n")
     result = CliRunner().invoke(main, ["serve", "--config", str(path)])
     assert result.exit_code == 1 and "the configuration has errors" in result.output and "models.a" in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--config"),
+        ("check",),
+        ("estimate",),
+        ("estimate", "--config"),
+        ("plan", "a", "--config"),
+        ("plan", "--cases"),
+        ("init",),
+    ],
+)
+def test_what_is_not_there_is_a_failure_and_not_wrong_usage(tmp_path: Path, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [*words, str(tmp_path / "none")])
+    assert result.exit_code == 1 and "none" in result.output and isinstance(result.exception, SystemExit), result
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:abc", "http://h:99999", "unix:x", ""])
+def test_addresses_that_are_none(url: str) -> None:
+    result = CliRunner().invoke(main, ["load", "x", "--url", url])
+    assert result.exit_code == 2 and "is no address" in result.output, result.output
+
+
+def test_an_address_may_lack_its_scheme() -> None:
+    assert [Service(url).url for url in ("localhost:80", "https://h/llm/")] == ["http://localhost:80", "https://h/llm"]
+
+
+def test_the_first_worker_speaks_for_those_that_start_with_it() -> None:
+    def worker(age: int) -> SimpleNamespace:
+        return SimpleNamespace(age=age, cfg=SimpleNamespace(workers=2))
+
+    assert [_speaks_for_all(w) for w in (worker(1), worker(2), worker(3), object())] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -89,11 +128,110 @@ def test_doctor_on_configurations(tmp_path: Path) -> None:
     assert config is not None and grades(findings) == ["warn"] and "what" in findings[0].text
 
 
+def test_doctor_on_commands(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    lines = {
+        "a": "nowhere-to-be-found",
+        "b": "nowhere-to-be-found",
+        "c": f"{tmp_path}/none",
+        "d": f"{tmp_path}/file",
+        "e": f"{sys.executable} -m /none.gguf",
+    }
+    text = "".join(f"  {name}: {{cmd: '{cmd} ${{PORT}}'}}\n" for name, cmd in lines.items())
+    config = load([Source("f", f"models:\n{text}")], {}).config
+    assert [(finding.topic, finding.text) for finding in commands(config)] == [
+        ("model a, b", "nowhere-to-be-found is not in PATH"),
+        ("model c", f"{tmp_path}/none does not exist"),
+        ("model d", f"{tmp_path}/file may not be executed"),
+        ("model e", "/none.gguf does not exist"),
+    ]
+
+
 def test_doctor_on_budgets() -> None:
     config = load([Source("f", "vramBudgetGB: 30\nmodels: {a: {cmd: 'x ${PORT}'}}")], {}).config
     found = list(memory_findings(config, (Card("u", 24 * GIB, 0),), 64 * GIB))
     assert grades(found) == ["ok", "ok", "warn", "warn"] and "more than the 24.0 GiB" in found[2].text
     assert grades(memory_findings(config, (), 64 * GIB)) == ["ok", "ok", "warn"], "no card: nothing to compare with"
+
+
+def test_doctor_on_several_cards_under_one_budget() -> None:
+    config = load([Source("f", "vramBudgetGB: 30\nmodels: {a: {cmd: 'x ${PORT}', estVramGB: 1}}")], {}).config
+    cards = (Card("u", 24 * GIB, 0, {}), Card("v", 8 * GIB, 0, {}))
+    found = list(memory_findings(config, cards, 64 * GIB))
+    assert grades(found) == ["ok", "ok", "warn"] and "all 2 cards (24.0 GiB, 8.0 GiB)" in found[2].text
+    free = load([Source("f", "models: {a: {cmd: 'x ${PORT}'}}")], {}).config
+    assert grades(memory_findings(free, cards, 64 * GIB)) == ["ok", "ok"], "without a budget it does not matter"
+
+
+def test_doctor_on_a_floor_that_looks_wrong() -> None:
+    told = {"trusted": True, "excess": 8 * GIB, "floor": GIB, "vram_ceiling": 15 * GIB, "vram_budget": 24 * GIB}
+    (found,) = growth({**told, "foreign_processes": [{"pid": 7, "name": "game", "bytes": 9 * GIB}]}, "http://box")
+    assert "8 GiB more" in found.text and "(game 9 GiB): 15 GiB of 24 GiB" in found.text
+    assert "POST http://box/api/memory/relearn" in found.mend
+    for more in ({"excess": 0}, {"trusted": False}, {"vram_ceiling": None}):
+        assert not list(growth({**told, **more}, "http://box"))
+    assert not list(growth({}, "http://box")), "nothing was sampled yet"
+
+
+SERVICE = {"leader": None, "config_error": "", "profile": None}
+
+
+def test_ps_says_where_a_charge_comes_from() -> None:
+    def model(name: str, pool: str, charged: int, origin: str, configured: int = 0) -> dict[str, object]:
+        size = {"charged": {pool: charged * GIB}, "origin": {pool: origin}, "configured": {pool: configured * GIB}}
+        return {"id": name, "state": "ready", "pool": pool, "inflight": 0, "queued": 0, "size": size}
+
+    models = [
+        model("a", "vram", 9, "measured", 8),
+        model("b", "ram", 5, "measured"),
+        model("c", "vram", 6, "configured", 6),
+        model("d", "vram", 0, "unknown"),
+        {**model("e", "vram", 0, "unknown"), "removed": True, "size": None},
+    ]
+    body = {"models": models, "requests": [], "memory": {"pools": {}}, "service": SERVICE}
+    told = {line.split()[0]: line for line in ps_lines(body)[1:6]}
+    assert "  9.0 measured, 8.0 configured  " in told["a"] and "  5.0 measured  " in told["b"]
+    assert "  6.0 configured  " in told["c"]
+    assert "  unknown  " in told["d"] and "  unknown  " in told["e"]
+
+
+def test_the_plan_says_where_sizes_come_from_and_what_others_hold() -> None:
+    residents = [
+        {"model": "b", "charge": 9 * GIB, "stops": True, "why": "makes room, coldest first"},
+        {"model": "c", "charge": 0, "stops": True, "why": "its size is unknown"},
+        {"model": "d", "charge": 0, "stops": True, "why": "its size is unknown"},
+    ]
+    pool = {"pool": "vram", "rule": "memory", "charge": 8 * GIB, "budget": 24 * GIB, "cap": 15 * GIB}
+    pool |= {"total": 17 * GIB, "after": 8 * GIB}
+    body = {
+        "model": "a",
+        "state": "stopped",
+        "decision": "start",
+        "why": "it is started",
+        "notes": [],
+        "pools": [{**pool, "residents": residents}],
+        "sizes": {"a": {"vram": {"origin": "configured"}}, "b": {"vram": {"origin": "measured"}}},
+        "hints": {"c": {"vram": 4 * GIB, "ram": 0, "origin": "header"}},
+        "others": {
+            "foreign": 9 * GIB,
+            "floor": GIB,
+            "excess": 8 * GIB,
+            "trusted": True,
+            "why": "",
+            "foreign_processes": [{"pid": 7, "name": "game", "bytes": 8 * GIB}],
+        },
+    }
+    assert plan_lines(body)[1:] == [
+        "vram (memory rule): 8 GiB configured for a, 17 GiB with all that runs, 8 GiB then, of 24 GiB, 15 GiB in force"
+        " now",
+        "  stop  b  9 GiB measured  makes room, coldest first",
+        "  stop  c  unknown size (its header suggests 4 GiB)  its size is unknown",
+        "  stop  d  unknown size  its size is unknown",
+        "others: 9 GiB on the cards, 8 GiB above the floor of 1 GiB: game 8 GiB",
+    ]
+    untold = {**body, "others": {"why": 'the driver does not list the processes of "b"', "trusted": False}}
+    assert plan_lines(untold)[-1].startswith('others: the driver does not list the processes of "b"; the configured')
+    assert len(plan_lines({**body, "others": None})) == 5, "no card"
 
 
 def test_doctor_on_the_state_directory(tmp_path: Path) -> None:
@@ -119,6 +257,7 @@ def test_doctor_on_nginx(tmp_path: Path) -> None:
     (tmp_path / "good.conf").write_text("location / { proxy_pass http://127.0.0.1:8080; # proxy_buffering off;\n }")
     found = list(nginx([tmp_path, tmp_path / "none"]))
     assert {"warn"} == set(grades(found)) and any("proxy_buffering off" in finding.text for finding in found)
+    assert any("websockets" in finding.text for finding in found)
     (tmp_path / "good.conf").write_text("location / { proxy_pass http://other; }")
     assert not list(nginx([tmp_path]))
 

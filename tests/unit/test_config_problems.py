@@ -151,6 +151,10 @@ def two(first: str = "", second: str = "", top: str = "") -> str:
         (two(top="matrix: {sets: {s: a | b}}\nhooks: {on_startup: {preload: [a, b]}}"), "preload_conflict"),
         (two(top="hooks: {on_startup: {preload: [ghost]}}"), "unknown_preload"),
         (two(", ttl: 5", top="groups: {g: {swap: no, exclusive: no, members: [a, b]}}"), "never_unloaded"),
+        (
+            two(top="ramBudgetGB: 8\nlearnSizes: no\ngroups: {g: {pool: ram, swap: no, members: [a, b]}}"),
+            "never_unloaded",
+        ),
         (two(", aliases: [b]"), "dead_alias"),
         (two(", env: [ODD]"), "env_entry"),
         ("models: {a: {cmd: r, proxy: 'localhost:9000'}}", "scheme"),
@@ -189,6 +193,7 @@ def test_what_is_surely_not_meant(text: str, code: str) -> None:
         "models: {a: {cmd: 'ssh x --port 1', proxy: 'http://elsewhere:8080'}}",
         two("", ", ttl: 5", "groups: {keep: {swap: no, exclusive: no, persistent: yes, members: [a]}}"),
         "models: {a: {cmd: 'r ${PORT}', aliases: [a]}}",
+        two("", "", "ramBudgetGB: 8\ngroups: {g: {pool: ram, swap: no, exclusive: no, members: [a, b]}}"),
         two(", estVramGB: 7.3", ", estRamGB: 8", "vramBudgetGB: 7.3\nramBudgetGB: 8"),
     ],
 )

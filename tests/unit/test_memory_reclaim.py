@@ -31,6 +31,10 @@ def gate_for(before: PoolState, victim: str = "owl", need: float = 0, earlier: l
     )
 
 
+def ram_gate(before: PoolState, victims: dict[str, int], need: int, earlier: list[Gate] | None = None) -> Gate:
+    return open_gate(1 + len(earlier or ()), "ram", before, victims, need, DEADLINE, earlier or [])
+
+
 def look(gate: Gate, now_state: PoolState | None, now: int = 0) -> Look:
     return look_all([gate], now_state, now)[0]
 
@@ -115,11 +119,63 @@ def test_victims_of_unknown_size_need_room_only() -> None:
     assert not look(gate, state(20)).passed
 
 
-def test_system_memory_moves_by_itself() -> None:
-    before = state(10, {"owl": 1})
-    gate = open_gate(1, "ram", before, {"owl": GIB}, 0, DEADLINE)
-    assert look(gate, state(9 + 0.1)).passed
-    assert not look(replace(gate, pool="vram"), state(9 + 0.1)).passed
+def test_nothing_to_wait_for_is_no_gate() -> None:
+    before = state(10, {"owl": 8})
+    assert not open_gate(1, "vram", before, {}, 0, DEADLINE).waits
+    assert not ram_gate(before, {"owl": 8 * GIB}, 0).waits, "the target's size is unknown"
+    assert ram_gate(before, {}, 1).waits and gate_for(before).waits
+
+
+# --- system memory: what is free must cover the charge, and nothing else is asked ---------------------------------
+
+
+def test_other_programs_may_take_what_a_victim_gave_back() -> None:
+    """24 GiB, 10 in use, 8 of them the victim's: it stops, and a compiler takes 7 GiB at the same moment."""
+    gate = ram_gate(state(10, {"owl": 8}), {"owl": 8 * GIB}, 12 * GIB)
+    assert look(gate, state(9)).passed, "15 GiB are free for 12"
+    assert not look(gate_for(state(10, {"owl": 8}), need=12), state(9)).passed, "on a card the driver may free late"
+
+
+def test_system_memory_that_is_short_is_waited_for_and_then_missed() -> None:
+    gate = ram_gate(state(10, {"owl": 8}), {"owl": 8 * GIB}, 12 * GIB)
+    found = look(gate, state(14))
+    assert (found.passed, found.failed, found.missing) == (False, False, 2 * GIB)
+    assert "10.00 GiB are free, 12.00 GiB are needed" in found.why
+    assert look(found.gate, state(12)).passed, "equality fits"
+    assert look(found.gate, state(14), DEADLINE).failed
+
+
+def test_system_memory_is_waited_for_even_without_victims() -> None:
+    gate = ram_gate(state(14), {}, 12 * GIB)
+    assert not look(gate, state(14)).passed
+    assert look(gate, state(11)).passed
+
+
+def test_two_swaps_do_not_both_take_the_same_free_memory() -> None:
+    before = state(20, {"owl": 8, "fox": 8})
+    first = ram_gate(before, {"owl": 8 * GIB}, 12 * GIB)
+    second = ram_gate(before, {"fox": 8 * GIB}, 12 * GIB, [first])
+    looks = look_all([first, second], state(4), 0)
+    assert [one.passed for one in looks] == [True, False]
+    assert looks[1].missing == 4 * GIB
+    # The first target is up to half of what it will take: that much is set aside, and then all of it is seen.
+    assert not look_all([second], state(8, {"bee": 6}, {"bee": 12}), 0)[0].passed
+    assert look_all([second], state(12, {"bee": 12}, {"bee": 12}), 0)[0].passed
+
+
+def test_a_gate_of_system_memory_does_not_hold_back_the_next() -> None:
+    """What the first still waits for is nobody's debt: the second goes ahead where its own need is free."""
+    before = state(16, {"owl": 2, "fox": 6})
+    first = ram_gate(before, {"owl": 2 * GIB}, 20 * GIB)
+    second = ram_gate(before, {"fox": 6 * GIB}, 6 * GIB, [first])
+    assert [one.passed for one in look_all([first, second], state(8), 0)] == [False, True]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 24), st.integers(0, 12), st.integers(1, 24), st.integers(0, 24))
+def test_over_any_system_memory(used: int, victim: int, need: int, later: int) -> None:
+    gate = ram_gate(state(used, {"owl": victim}), {"owl": victim * GIB}, need * GIB)
+    assert look(gate, state(later)).passed == (later + need <= 24)
 
 
 def test_two_swaps_do_not_count_the_same_memory_twice() -> None:

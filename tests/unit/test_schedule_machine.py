@@ -99,7 +99,8 @@ class World:
     def _policy(self) -> EvictionPolicy:
         budgets = (self.plan.budget * GIB, self.plan.ram_budget * GIB)
         if self.plan.groups == "matrix":
-            return MatrixPolicy(self.sizes, SETS, {"bee": 3}, *budgets)
+            protected = [model for n, model in enumerate(MODELS) if self.plan.protected[n]]
+            return MatrixPolicy(self.sizes, SETS, {"bee": 3}, *budgets, protected=protected)
         return GroupPolicy(self.sizes, GROUPS[self.plan.groups], *budgets)
 
     def arrive(self, model: str, length: int, tool: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sqlite3
@@ -94,6 +95,7 @@ def test_newer_schema_is_refused(store: Store) -> None:
 def test_tables_of_an_older_qmflask_get_their_new_columns(store: Store) -> None:
     with store.write() as tx:
         tx.execute("ALTER TABLE scheduler DROP COLUMN config_source")
+        tx.execute("DROP TRIGGER lease_ended")  # the older one knows nothing of it
         tx.execute("ALTER TABLE processes DROP COLUMN answered")
         tx.execute("PRAGMA application_id=1")
     again = Store(store.directory, "boot-1")
@@ -214,10 +216,20 @@ def test_ready_model_is_granted_in_the_requests_own_transaction(store: Store) ->
     assert row(store, "ant").tick > cold
     with store.write(term) as tx:
         assert not scheduling.idle(tx, "ant")
-    assert admission.release(store, granted.id, "ant", NOW + 5, None) is False
+    assert admission.release(store, granted.id, "ant", NOW + 5, None) is True, "the first answer: its size is learned"
     with store.write(term) as tx:
         assert scheduling.idle(tx, "ant")
     assert row(store, "ant").idle_since == NOW + 5
+
+
+def test_only_an_answer_shows_that_a_model_is_loaded(store: Store) -> None:
+    term = scheduling.take_office(store, "w1", NOW)
+    make_ready(store, "ant", term)
+    for answered, known, first in ((False, 0, False), (True, 1, True), (False, 1, False), (True, 1, False)):
+        granted = Admissions(store).admit(rules(), 0, arrival(), NOW)
+        assert isinstance(granted, Granted)
+        look = admission.release(store, granted.id, "ant", NOW, None, answered)
+        assert (row(store, "ant").answered, look) == (known, first)
 
 
 def test_stopped_model_queues_and_the_leader_grants_later(store: Store) -> None:
@@ -473,3 +485,19 @@ def test_nobody_waits_for_the_default_model_once_its_load_is_under_way(store: St
     admission.enqueue(store, arrival(), "queued")
     with store.read() as tx:
         assert scheduling.wanted(tx, "ant")
+
+
+def test_a_load_that_nobody_asked_for_is_not_given_up_in_silence(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    activate(store, "night", "ant")
+    with store.write() as tx:
+        scheduling.queue_load(tx, "bee", NOW)
+        rows = [row.id for row in reading.requests(tx, "pending")]
+        with caplog.at_level(logging.WARNING):
+            assert scheduling.fail(tx, rows, errors.ModelProtected("cat is protected")) == set()
+    assert preloads(store) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "ant is not loaded for the profile: cat is protected",
+        "bee is not loaded for the idle box (defaultModel): cat is protected",
+    ]

@@ -12,6 +12,7 @@ import pytest
 from qmflask.config import ApiKey, Config, Model
 from qmflask.errors import BadRequest, Forbidden, Unauthorized
 from qmflask.names import Names
+from qmflask.relay import Outcome
 from qmflask.web import auth, request_id
 from qmflask.web.answers import preflight, redirect
 from qmflask.web.raw import cleaned, raw_path
@@ -219,3 +220,21 @@ def test_request_ids_are_sane_and_logged(caplog: pytest.LogCaptureFixture) -> No
     for bad in ("a b", "", "x" * 129, "%s", "a\nb"):
         assert request_id.assign({"HTTP_X_REQUEST_ID": bad}) != bad
     request_id.forget()
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome", "worked"),
+    [
+        ("POST", Outcome(status=200, first_byte_ns=1), True),
+        ("POST", Outcome(status=200, first_byte_ns=1, gone="left"), True),
+        ("POST", Outcome(status=503, first_byte_ns=1), False),
+        ("POST", Outcome(status=400, first_byte_ns=1), False),
+        ("POST", Outcome(status=200), False),
+        ("POST", Outcome(), False),
+        ("GET", Outcome(status=200, first_byte_ns=1), False),
+        ("POST", None, False),
+    ],
+)
+def test_only_work_shows_that_a_model_is_loaded(method: str, outcome: Outcome | None, worked: bool) -> None:
+    visit = SimpleNamespace(environ={"REQUEST_METHOD": method})
+    assert Visit._answered(visit, outcome) is worked  # type: ignore[arg-type]

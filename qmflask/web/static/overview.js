@@ -140,7 +140,7 @@ function factsOf(model, gone) {
   const now = model.size?.measured?.[pool];
   const charged = model.size?.charged?.[pool];
   if (now) facts.push(["uses", size(now)]);
-  if (charged && charged !== now) facts.push([now ? "charged" : "needs", size(charged)]);
+  if (charged) facts.push([now ? "charged" : "needs", `${size(charged)} ${originOf(model.size, pool)}`]);
   if (!now && !charged) facts.push(["size", "unknown"]);
   if (model.inflight) facts.push(["in flight", model.inflight]);
   if (model.queued) facts.push(["queued", model.queued]);
@@ -154,6 +154,13 @@ function factsOf(model, gone) {
   if (model.used && model.state !== "starting" && !model.inflight && model.idle == null) facts.push(["last used", ago(model.used, gone)]);
   if (model.usual_load && (model.state === "stopped" || model.state === "failed")) facts.push(["loads in", span(model.usual_load)]);
   return facts;
+}
+
+/** Where a charge comes from; a measurement that overrules the configured figure stands beside it. */
+function originOf(sizes, pool) {
+  const origin = sizes.origin?.[pool] ?? "";
+  const told = sizes.configured?.[pool];
+  return origin === "measured" && told ? `measured, ${size(told)} configured` : origin;
 }
 
 function whyOf(model, gone) {

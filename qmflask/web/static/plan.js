@@ -50,16 +50,18 @@ export function show(main, rest) {
   function draw(plan) {
     target = plan.model;
     load.disabled = ["ready", "starting", "peer"].includes(plan.state);
-    once(out, [plan.model, plan.decision, plan.why, plan.victims, plan.blockers, plan.pools, plan.notes], () => [
+    const { decision, why, victims, blockers, pools, notes, others, hints } = plan;
+    once(out, [plan.model, decision, why, victims, blockers, pools, notes, others, hints], () => [
       h("section.panel.stack",
         h("p.verdict", h("b", VERDICTS[plan.decision] ?? plan.decision), ": ", plan.why),
         h("dl.pairs",
           plan.model === model ? null : pair("Goes to", plan.model),
           pair("Now", plan.state),
-          plan.charge && pair("Needs", [plan.charge.vram ? `${size(plan.charge.vram)} VRAM` : "", plan.charge.ram ? `${size(plan.charge.ram)} RAM` : ""].filter(Boolean).join(", ") || "unknown: no size is configured or learned"),
+          plan.charge && pair("Needs", needOf(plan)),
           pair("Would stop", plan.victims?.length ? plan.victims.join(", ") : "nothing"),
           plan.blockers?.length ? pair("Waits for", plan.blockers.join(", ")) : null,
-          plan.position ? pair("Place in the queue", plan.position) : null),
+          plan.position ? pair("Place in the queue", plan.position) : null,
+          othersOf(plan.others)),
         plan.notes?.length ? h("ul", plan.notes.map((note) => h("li.soft", typeof note === "string" ? note : JSON.stringify(note)))) : null),
       (plan.pools ?? []).filter(matters).map((pool) => poolTable(pool, plan)),
     ]);
@@ -84,6 +86,11 @@ export function show(main, rest) {
     stop();
     clearInterval(timer);
   };
+}
+
+function needOf(plan) {
+  const parts = ["vram", "ram"].filter((pool) => plan.charge[pool]).map((pool) => `${chargeOf(plan, plan.model, pool, plan.charge[pool])} ${pool.toUpperCase()}`);
+  return parts.join(", ") || chargeOf(plan, plan.model, plan.sizes?.[plan.model]?.pool ?? "vram", 0);
 }
 
 function pair(label, value) {
@@ -112,15 +119,30 @@ function poolTable(pool, plan) {
     residents.length
       ? h("div.scroll", h("table.stacked",
           h("thead", h("tr", ["Model", "Charge", "Would stop", "Why", "Idle", "In flight"].map((label) => h("th", { scope: "col" }, label)))),
-          h("tbody", residents.map(resident))))
+          h("tbody", residents.map((line) => resident(line, plan, pool.pool)))))
       : h("p.soft", "Nothing else is loaded."));
 }
 
-function resident(line) {
+/** A charge with its origin; for a model of unknown size what its header or file suggests. */
+function chargeOf(plan, model, pool, charge) {
+  if (charge) return `${size(charge)} ${plan.sizes?.[model]?.[pool]?.origin ?? ""}`;
+  const guess = plan.hints?.[model];
+  return guess?.[pool] ? `unknown; its ${guess.origin} suggests ${size(guess[pool])}` : "unknown";
+}
+
+/** What programs of others hold on the cards, as far as a sample tells. */
+function othersOf(others) {
+  if (!others?.foreign) return null;
+  const names = (others.foreign_processes ?? []).map((each) => `${each.name} ${size(each.bytes)}`).join(", ");
+  const growth = others.excess ? `, ${size(others.excess)} above their floor` : "";
+  return pair("Others hold", `${size(others.foreign)} on the cards${growth}${names ? `: ${names}` : ""}`);
+}
+
+function resident(line, plan, pool) {
   const cell = (label, value) => h("td", { "data-label": label }, value);
   return h("tr",
     cell("Model", h("span", h(`span.key.${hue(line.model)}`, { "aria-hidden": "true" }), " ", h("span.break", line.model))),
-    cell("Charge", line.charge ? size(line.charge) : "unknown"), cell("Would stop", line.stops ? h("b", "yes") : "no"),
+    cell("Charge", chargeOf(plan, line.model, pool, line.charge)), cell("Would stop", line.stops ? h("b", "yes") : "no"),
     cell("Why", line.why ?? ""), cell("Idle", line.idle_seconds === null || line.idle_seconds === undefined ? "–" : span(line.idle_seconds)),
     cell("In flight", `${line.in_flight ?? 0}${line.held ? ", held" : ""}`));
 }
