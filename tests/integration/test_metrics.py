@@ -10,6 +10,7 @@ import signal
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import StartService
+from tests.integration.survival import lives
 from tests.service import REPO, Service, eventually
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -70,14 +71,16 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
     assert value(found, "llamaswap_memory_total_bytes") > 0
     leaders = value(found, "qmflask_leader_changes_total")
 
-    os.kill(service.leader(), signal.SIGKILL)
+    leader = service.leader()
+    os.kill(leader, signal.SIGKILL)
+    eventually(lambda: not lives(leader), "it is dead: until then it may take a connection")
     assert service.chat("beta").status == 200
     after = eventually(lambda: (f := scrape(service)) and value(f, "qmflask_requests_total") == 7 and f, "the seventh")
     for (name, pairs), count in found.items():
         if name.endswith(("_total", "_count", "_bucket", "_sum")) and name.startswith("qmflask"):
             assert after.get((name, pairs), 0) >= count, f"{name}{pairs} went back"
     assert value(after, "qmflask_leader_changes_total") > leaders
-    with service.stream("beta", headers={"X-Fake": "chunks=3, interval=0.5"}) as stream:
+    with service.stream("beta", headers={"X-Fake": "chunks=1000, interval=0.05"}) as stream:
         next(iter(stream))
         assert value(scrape(service), "qmflask_requests_in_flight", model="beta") == 1
     assert_dashboard_and_page_agree(service)
