@@ -83,6 +83,12 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         _unload(router(), _known(router(), name))
         return text_answer("OK")
 
+    @routes.post("/api/models/release/<path:name>")
+    def release_one(name: str) -> Response:
+        admin()
+        held = router().end_hold(_known(router(), name))
+        return json_answer({"msg": "ok", "held": held})
+
     @routes.post("/api/models/load/<path:name>")
     def load_one(name: str) -> Response:
         admin()
@@ -111,7 +117,7 @@ def _unload(router: Router, model: str | None) -> None:
 
 
 def _known(router: Router, name: str) -> str:
-    resolved = router.live.names.resolve(name)
+    resolved = router.live.names.resolve(name) or router.newest().names.resolve(name)
     if resolved is None or resolved.kind != "model":
         near = [n for n in router.live.names.nearest(name, 8) if _is_model(router, n)][:3]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
