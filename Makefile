@@ -4,6 +4,7 @@
 #   make test    lint, types and all tests (installs what they need)
 #   make bench   measure the overhead against a model server used directly; FULL=1 takes longer and spreads less
 #   make soak    a long random run with crashes; MINUTES=10
+#   make storms  TIMES=20 such runs of one minute each, every one with a service of its own
 #   make lint    ruff and mypy only
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?=
 MINUTES ?= 10
+TIMES ?= 20
 
 # Debian packages by the command, library or file that shows they are there.
 TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx uwsgi:uwsgi-core \
@@ -20,7 +22,7 @@ TEST_PACKAGES := gcc:gcc /usr/include/stdio.h:libc6-dev nginx:nginx uwsgi:uwsgi-
 BENCH_PACKAGES := gcc:gcc wrk:wrk
 
 .DELETE_ON_ERROR:
-.PHONY: run test bench soak lint clean
+.PHONY: run test bench soak storms lint clean
 
 # An environment whose Python has gone (an upgrade, a half-finished first run) is made anew.
 $(shell test -x $(PY) || rm -rf $(VENV))
@@ -51,6 +53,9 @@ bench: $(VENV)/for-test
 
 soak: $(VENV)/for-test
 	$(PY) -m bench.soak --minutes $(MINUTES)
+
+storms: $(VENV)/for-test
+	$(PY) -m bench.soak --minutes 1 --times $(TIMES)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -78,8 +78,8 @@ class Activity:
         self._stop = threading.Event()
         self._silent_until = 0.0
         self._host = Host()
-        self._watch_told = 0.0
-        self._watched = 0.0
+        self._next_watch = 0.0
+        self._next_progress = 0.0
         self._published = False
         self._slots: Mapping[str, tuple[int, int]] = {}
         self._next_slots = 0.0
@@ -133,9 +133,9 @@ class Activity:
 
     def watch(self) -> None:
         """Somebody looks at what is in flight: have all workers publish its progress for some seconds."""
-        now = time.time()
-        if now - self._watch_told > WATCH_FOR / 2:
-            self._watch_told = now
+        now = time.monotonic()
+        if now >= self._next_watch:
+            self._next_watch = now + WATCH_FOR / 2
             self.store.watch(now + WATCH_FOR)
 
     def here(self) -> dict[str, Recording]:
@@ -242,10 +242,10 @@ class Activity:
         self._echoed = None
 
     def _publish_progress(self) -> None:
-        now = time.time()
-        if now - self._watched > 1.0 or self._published:
-            watched = self.store.watched_until() > now
-            self._watched = now
+        now = time.monotonic()
+        if now >= self._next_progress or self._published:
+            watched = now < self.store.watched_until() <= now + WATCH_FOR
+            self._next_progress = now + 1.0
             if watched:
                 rows = {r.id: (r.received, _headers_json(r)) for r in self.here().values()}
                 self.store.publish(self._around.worker, rows)

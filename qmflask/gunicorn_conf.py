@@ -36,8 +36,8 @@ worker_connections = threads
 # Idle client connections would count against worker_connections. nginx keeps them for us.
 keepalive = 0
 
-# TERM: answers that still run after this long are cut. After HUP an old worker sees its answers out, however long
-# they take.
+# TERM: answers that still run after this long are cut. At HUP an old worker serves on until the new ones are up, and
+# sees its answers out, however long they take.
 graceful_timeout = 30
 
 # A worker whose main thread shows no life for this long is killed. Threads that stream do not count, so this is
@@ -86,6 +86,15 @@ def worker_exit(server: Any, worker: Any) -> None:
     from qmflask.app import stop_worker
 
     stop_worker(worker)
+
+
+def pre_exec(server: Any) -> None:
+    """USR2, in the process that becomes the new master: start it by the very command line that started this one.
+
+    gunicorn would repeat `sys.argv`, which after `python -m gunicorn` is a file of its own folder; run like that,
+    Python finds gunicorn's `http` before its own.
+    """
+    server.START_CTX["args"] = [sys.executable, *sys.orig_argv[1:]]
 
 
 # No `child_exit`: the leader sees a worker's end at once, whatever killed it, and frees its leases.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -19,12 +19,14 @@ from qmflask.ballast import Ballast
 from qmflask.commands import ALL
 from qmflask.configuration import Configuration, Live
 from qmflask.departures import Departures
+from qmflask.desk import FrontDesk
 from qmflask.hangup import Client, HangupWatcher
 from qmflask.leader import Duties, Leader
-from qmflask.leases import NO_WISHES, Ask, Lease, Pending, Waiter
+from qmflask.leases import NO_WISHES, Ask, Lease, Pending
 from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
-from qmflask.processes import Children, Identity
+from qmflask.processes import Children
+from qmflask.roster import Roster
 from qmflask.slots import Slots
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
@@ -43,8 +45,6 @@ LOOK = 0.25
 NO_LEADER = 10 * SECOND
 #: Streams for pages (events, logs) that a worker serves at once; they never take an inference slot.
 VIEWERS = 4
-#: How long a worker that signs off waits for the end of others that may be dying.
-DYING = 0.5
 #: How long a request waits for one of the worker's slots before it is refused.
 SLOT_WAIT = 0.05
 
@@ -68,15 +68,12 @@ class Router:
             log.warning("%s", warning)
         self.state = state
         self.source = source
-        self.pid = os.getpid()
-        identity = Identity.of(self.pid)
-        assert identity is not None
-        self.worker = f"{identity.pid}-{identity.start_ticks}"
-        self.master = _master()
-        self.departures = Departures(self.master, grace)
         self._ballast = Ballast(state)
         self._full = not self._ballast.take()
         self._store = self._open_store()
+        self._roster = Roster(self._store)
+        self.worker, self.master = self._roster.worker, self._roster.master
+        self.departures = Departures(self.master, grace)
         self._configuration = Configuration(source, state)
         self._configuration.boot(self._store, self.master)
         self._admissions = Admissions(self._store)
@@ -84,11 +81,7 @@ class Router:
         self._children = Children()
         self.upstream = Upstream()
         self.hangups = HangupWatcher()
-        self._lock = threading.Lock()
-        self._waiters: dict[int, Waiter] = {}
-        self._leases: dict[int, Lease] = {}
-        self._unknown: set[int] = set()
-        self._mails = 0
+        self._desk = FrontDesk(self._store, self.worker, self.wake_leader)
         self._leader_id: str | None = None
         self._led_at = time.monotonic_ns()  # the last sign of a leader
         self._draining = False
@@ -96,18 +89,8 @@ class Router:
         self._thread = threading.Thread(target=self._run, name="qmflask-mailbox", daemon=True)
         self._leader = Leader(self._open_store, self._store.path, self._children, self._duties())
         self.activity = Activity(state, self._surroundings())
-        self._start_ticks = identity.start_ticks
-        self._registered = False
-        self._register()
-
-    def _register(self) -> None:
-        """Enter this worker; a store that is locked or full just now must not keep it from coming up."""
-        try:
-            admission.register_worker(self._store, self.worker, self.pid, self._start_ticks, self.master)
-            self._registered = True
-        except errors.QmflaskError as error:
-            log.warning("worker %s is not entered yet: %s", self.worker, error)
-            self._registered = False
+        if self._alive():  # else it was told to end before it was up, and is nobody's successor
+            self._roster.enter()
 
     def _open_store(self) -> Store:
         store = Store(self.state, processes.boot_id())
@@ -183,26 +166,23 @@ class Router:
         return self._draining or self._stop.is_set() or not self._alive()
 
     def leave(self) -> bool:
-        """Take this worker out of the list; True when the service ends with it.
+        """Take this worker out of the list; True when the service ends with it."""
+        return self._roster.leave()
 
-        That is: no worker is left, and our master is still there. With another parent the master was killed, and the
-        next start will adopt the models.
-        """
-        try:
-            left = admission.remove_worker(self._store, self.worker)
-        except errors.QmflaskError as error:  # the leader sees our end anyway
-            log.warning("worker %s could not sign off: %s", self.worker, error)
-            return False
-        others = [Identity(pid, start, processes.boot_id()) for pid, start in left]
-        deadline = time.monotonic() + DYING
-        while any(other.alive() for other in others) and time.monotonic() < deadline:
-            time.sleep(0.02)  # one that was killed a moment ago counts as alive until the kernel is done with it
-        return _master() == self.master and not any(other.alive() for other in others)
+    def successors(self) -> int:
+        """How many workers our master has forked after us that are up and take requests."""
+        return self._roster.successors()
 
     @property
     def live(self) -> Live:
         """The configuration in force in this process."""
         return self._configuration.live
+
+    def newest(self) -> Live:
+        """The configuration in force in the store: before somebody is told that a name means nothing, we catch up."""
+        with contextlib.suppress(errors.QmflaskError, OSError, ValueError):  # then what we have is the newest we can
+            self._configuration.refresh(self._store)
+        return self.live
 
     # -- leases -----------------------------------------------------------------------------------------------
 
@@ -232,7 +212,7 @@ class Router:
         """Grant at once, or queue: then the caller waits on what is returned and closes it. Raises like `lease`."""
         self._refuse_when_full()
         arrival = self._arrival("infer", live, model, ask)
-        mails = self._mails
+        mails = self._desk.mails
         while True:
             if client.gone:
                 raise errors.ClientGone(client.reason)
@@ -247,8 +227,8 @@ class Router:
         if isinstance(outcome, Reject):
             raise errors.from_code(outcome.code, outcome.message, retry_after=outcome.retry_after)
         if isinstance(outcome, Granted):
-            return self.enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
-        return Pending(self, outcome.id, live, arrival, client, ask.hold_ms, mails)
+            return self._desk.enter(outcome.id, outcome.proxy, live, arrival, client, ask.hold_ms, paid=False)
+        return Pending(self._desk, outcome.id, live, arrival, client, ask.hold_ms, mails)
 
     def _refuse_when_full(self) -> None:
         if self._full:
@@ -261,7 +241,7 @@ class Router:
         self._refuse_when_full()
         arrival = self._arrival("peer", live, name, ask)
         row = admission.reinsert(self._store, arrival, arrival.arrival)
-        return self.enter(row, "", live, arrival, client, None, paid=False)
+        return self._desk.enter(row, "", live, arrival, client, None, paid=False)
 
     def _arrival(self, kind: str, live: Live, model: str, ask: Ask = NO_WISHES) -> Arrival:
         now = time.monotonic_ns()
@@ -281,42 +261,6 @@ class Router:
             detail=orjson.dumps(ask.detail).decode() if ask.detail is not None else None,
         )
 
-    def enter(
-        self,
-        request: int,
-        proxy: str,
-        live: Live,
-        arrival: Arrival,
-        client: Client,
-        hold_ms: int | None,
-        *,
-        paid: bool,
-    ) -> Lease:
-        """A lease for a row that is granted in the store."""
-        lease = Lease(self, request, arrival.model, proxy, live, arrival, client, time.monotonic_ns(), paid, hold_ms)
-        with self._lock:
-            self._leases[lease.id] = lease
-        return lease
-
-    def register(self, waiter: Waiter, mails: int) -> None:
-        """Have `waiter` told what becomes of its row; `mails` is the count of wake-ups from before the row's commit."""
-        with self._lock:
-            self._waiters[waiter.request] = waiter
-        self.wake_leader()
-        if self._mails != mails:
-            self._deliver()  # a datagram may have come between the commit and our registration
-
-    def unregister(self, waiter: Waiter) -> None:
-        """Stop telling; idempotent."""
-        with self._lock:
-            self._waiters.pop(waiter.request, None)
-
-    def withdraw(self, request: int, *, wake: bool = True) -> None:
-        """Remove a row: it is answered, or (`wake`) its client left and whoever waited behind it is looked at."""
-        admission.withdraw(self._store, request)
-        if wake:
-            self.wake_leader()
-
     def load_of(self, selector: str, *, everybody: bool = False) -> reading.SelectorLoad:
         """What a selector chooses by: its requests at other workers, or (`everybody`) at this one too."""
         with self._store.read() as tx:
@@ -326,33 +270,6 @@ class Router:
         """A model's process now; None if it never had one."""
         with self._store.read() as tx:
             return reading.process(tx, model)
-
-    def place(self, request: int, model: str) -> reading.Place:
-        """Where a waiting request stands, for its client's eyes."""
-        with self._store.read() as tx:
-            return reading.place(tx, request, model)
-
-    def end_lease(self, lease: Lease, tool_call: bool, answered: bool) -> None:
-        """End a lease once, whatever the store says; a release that fails is repeated by the mailbox thread."""
-        with self._lock:
-            if lease._ended:
-                return
-            lease._ended = True
-            self._leases.pop(lease.id, None)
-        now = time.monotonic_ns()
-        try:
-            hold = self._hold(lease, tool_call, now)
-            if admission.release(self._store, lease.id, lease.model, now, hold, answered):
-                self.wake_leader()
-        except errors.QmflaskError as error:
-            log.error("request %d: its lease could not be written off yet: %s", lease.id, error)
-
-    def _hold(self, lease: Lease, tool_call: bool, now: int) -> int | None:
-        model = lease.live.config.models.get(lease.model)
-        if model is None or model.hold == "never" or (model.hold == "tools" and not tool_call):
-            return None
-        hold = model.hold_ms if lease.hold_ms is None else lease.hold_ms
-        return now + hold * MILLISECOND
 
     # -- commands ---------------------------------------------------------------------------------------------
 
@@ -372,9 +289,9 @@ class Router:
         return held
 
     def _command(self, arrival: Arrival, client: Client | None) -> Ended:
-        mails = self._mails
+        mails = self._desk.mails
         row = admission.enqueue(self._store, arrival)
-        with Pending(self, row, self.live, arrival, client or Client(), None, mails) as pending:
+        with Pending(self._desk, row, self.live, arrival, client or Client(), None, mails) as pending:
             return pending.ended()
 
     def cancel(self, public_id: str) -> bool:
@@ -442,7 +359,7 @@ class Router:
 
     def _send(self, worker: str, kind: bytes) -> None:
         if worker == self.worker and kind == ROWS:
-            self._mails += 1
+            self._desk.mails += 1
             self._deliver()
         else:
             self._mailbox.send(worker, kind)
@@ -453,7 +370,7 @@ class Router:
         while not self._stop.is_set():
             try:
                 kinds = self._mailbox.receive(LOOK)
-                self._mails += 1
+                self._desk.mails += 1
                 if self._store.replaced():  # first of all: what is read from the old one may be damaged
                     self._move_to_new_store()
                 if LEADER in kinds:
@@ -463,7 +380,7 @@ class Router:
                     self._find_leader()
                     self._leader.ring()
                 if CANCEL in kinds:
-                    self._cancel_marked()
+                    self._desk.cancel_marked()
                 self._deliver()
                 if time.monotonic() >= next_round or not self._alive():  # a drain is short
                     next_round = time.monotonic() + 1.0
@@ -473,41 +390,21 @@ class Router:
             except Exception:
                 # This thread is what every waiter of the worker depends on.
                 log.exception("keeping house failed")
-        self._refuse_all(errors.ShuttingDown("qmflask is shutting down; ask again", retry_after=1))
+        self._desk.refuse_all(errors.ShuttingDown("qmflask is shutting down; ask again", retry_after=1))
 
     def _deliver(self) -> None:
-        """Re-read the rows of all waiters in one query and hand over what has changed."""
-        with self._lock:
-            waiting = dict(self._waiters)
-        if not waiting:
-            return
-        if not self._alive():
+        """Hand over what has become of requests that wait; a worker that drains has nothing good to tell them."""
+        if self._alive():
+            self._desk.deliver()
+        else:
             self._drain()
-            return
-        for ended in admission.outcomes(self._store, waiting.keys()):
-            waiting[ended.id].tell(ended)
 
     def _drain(self) -> None:
         if not self._draining:
             self._draining = True
             self.departures.drain(time.monotonic_ns())
             admission.set_draining(self._store, self.worker)
-        self._refuse_all(errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1))
-
-    def _refuse_all(self, error: errors.QmflaskError) -> None:
-        with self._lock:
-            waiting = list(self._waiters.values())
-        for waiter in waiting:
-            waiter.tell(error)
-
-    def _cancel_marked(self) -> None:
-        for request in admission.cancelled(self._store, self.worker):
-            with self._lock:
-                waiter, lease = self._waiters.get(request), self._leases.get(request)
-            if lease is not None:
-                lease.client.cancel("cancelled")
-            elif waiter is not None:
-                waiter.woken.set()
+        self._desk.refuse_all(errors.ShuttingDown("this worker is shutting down; ask again", retry_after=1))
 
     # -- keeping house ----------------------------------------------------------------------------------------
 
@@ -517,30 +414,30 @@ class Router:
         self._full = not self._ballast.take()
         if not self._alive() and not self._draining:
             self._drain()
-        if not self._registered:
-            self._register()
+        if not self._roster.entered and self._alive():
+            self._roster.enter()
         self._configuration.refresh(self._store)
         state = self._find_leader()
         now = time.monotonic_ns()
         if state.leader is not None:
             self._led_at = max(self._led_at, state.heartbeat)
         if now - self._led_at > NO_LEADER:
-            self._refuse_all(errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5))
-        self._reconcile()
-        with self._lock:
-            leases = list(self._leases.values())
-        self.departures.look(self._store, leases, time.monotonic_ns())
+            self._desk.refuse_all(
+                errors.NoScheduler("no scheduler has been heard for 10 s; see the log", retry_after=5)
+            )
+        self._desk.reconcile()
+        self.departures.look(self._store, self._desk.leases(), time.monotonic_ns())
 
     def _move_to_new_store(self) -> None:
         """The file was removed or replaced: open the new one and enter ourselves, our leases and waiters again."""
-        log.warning("the state store was replaced: entering %d leases again", len(self._leases))
+        log.warning("the state store was replaced: entering %d leases again", len(self._desk.leases()))
         self._store.reopen()
         if self._mailbox.lost(self.state / "wake"):
             self._mailbox.close()
             self._mailbox = Mailbox(self.state / "wake", self.worker)
-        self._register()
+        self._roster.enter()
         self._configuration.refresh(self._store)
-        self._reconcile()
+        self._desk.reconcile()
 
     def _worker_pids(self) -> set[int]:
         with self._store.read() as tx:
@@ -552,45 +449,6 @@ class Router:
             state = reading.scheduler(tx)
         self._leader_id = state.leader
         return state
-
-    def _reconcile(self) -> None:
-        """For leases of a live worker its memory is the truth."""
-        with self._lock:
-            leases, known = dict(self._leases), {*self._leases, *self._waiters}
-            waiters = dict(self._waiters)
-        own = admission.own_rows(self._store, self.worker)
-        for request in waiters.keys() - own:
-            self._queue_again(waiters[request])
-        for request in leases.keys() - own:
-            lease = leases[request]
-            new = admission.reinsert(self._store, lease.arrival, lease.granted_at)
-            with self._lock:
-                if lease._ended:
-                    admission.drop_rows(self._store, [new])
-                else:
-                    self._leases[new] = self._leases.pop(request)
-                    lease.id = new
-        # A row that is unknown twice, a second apart, is no arrival between its commit and our entry.
-        unknown = own - known
-        stale = unknown & self._unknown
-        self._unknown = unknown - stale
-        if stale:
-            log.warning("dropping %d rows whose requests have ended", len(stale))
-            admission.drop_rows(self._store, sorted(stale))
-            self.wake_leader()
-
-    def _queue_again(self, waiter: Waiter) -> None:
-        """Enter the row of a waiting request again that the store has lost."""
-        arrival = waiter.arrival
-        new = admission.enqueue(self._store, arrival, "queued" if arrival.kind == "infer" else "pending")
-        with self._lock:
-            found = self._waiters.get(waiter.request) is waiter
-            if found:
-                self._waiters[new] = self._waiters.pop(waiter.request)
-                waiter.request = new
-        if not found:
-            admission.drop_rows(self._store, [new])
-        self.wake_leader()
 
     # -- leading ----------------------------------------------------------------------------------------------
 
@@ -627,9 +485,3 @@ class Router:
         for name in names:
             self._mailbox.send(name, CONFIG)
         self._leader.ring()
-
-
-def _master() -> str:
-    """Identity of the process that forked us: workers of one master serve one configuration."""
-    identity = Identity.of(os.getppid())
-    return f"{identity.pid}-{identity.start_ticks}" if identity else "none"

@@ -47,13 +47,16 @@ class Runtime:
         """Build and start the Router; `worker` is gunicorn's, whose `alive` says when it drains."""
         with self._lock:
             if self._router is None or self._pid != os.getpid():
-                alive = _alive_of(worker or _gunicorn_worker())
+                server = worker or _gunicorn_worker()
+                alive = _alive_of(server)
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)
                 sizes = max(1, threads - reserve), _viewers(reserve)
                 router = Router(source, state_path(source), alive, *sizes, _grace(worker))
                 router.start()
+                if hasattr(server, "successors"):
+                    server.successors = router.successors
                 self._router, self._pid = router, os.getpid()
                 if worker is None:
                     atexit.register(self._end)  # nobody will tell us
@@ -85,9 +88,10 @@ def _gunicorn_worker() -> Any:
 
 
 def _alive_of(worker: Any) -> Callable[[], bool]:
+    """Whether the worker takes new requests: it does not once it was told to end, nor when its master is gone."""
     if worker is None:
         return lambda: True
-    return lambda: bool(worker.alive)
+    return lambda: bool(worker.alive) and worker.ppid == os.getppid()
 
 
 def _threads(worker: Any) -> tuple[int, int]:

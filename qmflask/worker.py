@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import select
 import selectors
 import threading
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 #: How often a worker proves to the master that it lives, in seconds; gthread does it for every event.
 _BEAT_SECONDS = 0.5
+#: How long a worker that is replaced serves on at most until its successors are there, and how often it looks.
+_HANDOVER_SECONDS = 20.0
+_LOOK_SECONDS = 0.1
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
@@ -28,6 +32,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     - A served connection is closed by its own thread. There, the main thread does it, which costs two switches between
       threads, and accepts nothing while a client keeps its side open, up to 2 s.
     - A connection wakes one thread, the one that was busy last.
+    - At HUP a worker serves on until its successors are up; gthread's stops at once, and nobody serves meanwhile.
     - A worker that drains closes its listening sockets, so that clients who come now are refused at once and not left
       in the queue of a socket nobody serves; and it lives, with heartbeat, until its last answer has ended. On TERM the
       master's `graceful_timeout` bounds that; after HUP nothing does.
@@ -39,6 +44,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         super().__init__(*args, **options)
         self._ended: deque[None] = deque()  # connections closed by their threads, not yet taken off nr_conns
         self._beaten = 0.0
+        self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
+        #: How many workers of our master have come up after us; without an application that knows we do not wait.
+        self.successors: Callable[[], int] | None = None
 
     def get_thread_pool(self) -> Threads:
         """Called by gunicorn before the application is loaded."""
@@ -56,6 +64,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
         while self.alive and self.is_parent_alive():
             self._turn(accept=True)
+            self._give_way()
         self.alive = False
         self.set_accept_enabled(False)
         for listener in self.sockets:
@@ -65,6 +74,41 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         self.tpool.shutdown(wait=False)
         self.poller.close()
         self.method_queue.close()
+
+    # -- being replaced ---------------------------------------------------------------------------------------
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """TERM. It runs in the main thread between any two steps: so it takes no lock."""
+        if self.successors is None or not self._is_replaced():
+            super().handle_exit(sig, frame)
+        elif self._give_way_by is None:  # the master repeats itself
+            self._give_way_by = time.monotonic() + _HANDOVER_SECONDS
+            self.method_queue.defer(_nothing)
+
+    def _is_replaced(self) -> bool:
+        """Whether the service goes on without us: a master that ends closes its listening sockets before all else."""
+        try:
+            ours = {f"socket:[{os.fstat(listener.fileno()).st_ino}]" for listener in self.sockets}
+            folder = f"/proc/{self.ppid}/fd"
+            return any(_link(f"{folder}/{name}") in ours for name in os.listdir(folder))
+        except (OSError, AttributeError, ValueError):
+            return False
+
+    def _give_way(self) -> None:
+        """Go when as many workers as there should be have come after us, or when our time is over."""
+        if self._give_way_by is None:
+            return
+        if time.monotonic() >= self._give_way_by or self._are_successors_up():
+            self.alive = False
+
+    def _are_successors_up(self) -> bool:
+        try:
+            return self.successors is not None and self.successors() >= self.cfg.workers
+        except Exception as error:  # the application's business; our time ends anyway
+            log.warning("successors cannot be counted: %s", error)
+            return False
+
+    # -- connections ------------------------------------------------------------------------------------------
 
     def accept(self, listener: Any) -> None:
         """Called by the poller when a client has come."""
@@ -88,7 +132,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             self.nr_conns -= 1
         self.set_accept_enabled(accept and self.nr_conns < self.worker_connections)
         if self._accepting or not self._ended:  # an end that came meanwhile makes room: no need to wait for events
-            self.wait_for_and_dispatch_events(timeout=1.0)
+            self.wait_for_and_dispatch_events(timeout=1.0 if self._give_way_by is None else _LOOK_SECONDS)
         self.murder_keepalived()
         self.murder_pending()
 
@@ -188,6 +232,13 @@ class _Connection(TConn):  # type: ignore[misc]
                 poller.register(self.sock, select.POLLIN)
                 self.data_ready = bool(poller.poll(timeout * 1000))
         return self.data_ready
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _nothing() -> None:

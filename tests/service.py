@@ -455,12 +455,14 @@ class Service:
             connection.close()
             raise
 
-    def open(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> socket.socket:
+    def open(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, port: int = 0
+    ) -> socket.socket:
         """A bare socket on which one request was sent: for clients that hang up or do not read."""
         data = _encode(body) or b""
         lines = [f"{'POST' if body is not None else 'GET'} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}"]
         lines += [f"{k}: {v}" for k, v in {**_headers(body, headers), "Content-Length": str(len(data))}.items()]
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+        sock = socket.create_connection(("127.0.0.1", port or self.port), timeout=PATIENCE)
         sock.sendall("\r\n".join([*lines, "", ""]).encode() + data)
         return sock
 

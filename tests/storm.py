@@ -51,11 +51,14 @@ class Clients:
         self.outcomes: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.longest, self.longest_what = 0.0, ""
+        self.stall = 0.0  # the longest time without any answer at all, while all of them were asking
+        self._answered_at = 0.0
         self._service, self._end, self._lock = service, threading.Event(), threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(random.Random(seed + i),)) for i in range(count)]
 
     def start(self) -> None:
         """Begin."""
+        self._answered_at = time.monotonic()
         for thread in self._threads:
             thread.start()
 
@@ -75,10 +78,17 @@ class Clients:
             except (OSError, http.client.HTTPException) as error:
                 outcome = f"connection lost ({type(error).__name__})"  # its worker was killed
                 self._end.wait(0.1)
-            with self._lock:
-                self.outcomes[outcome] += 1
-                if (took := time.monotonic() - began) > self.longest:
-                    self.longest, self.longest_what = took, f"{model}, {outcome}, until {time.strftime('%X')}"
+            self._count(outcome, model, began)
+
+    def _count(self, outcome: str, model: str, began: float) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self.outcomes[outcome] += 1
+            if now - began > self.longest:
+                self.longest, self.longest_what = now - began, f"{model}, {outcome}, until {time.strftime('%X')}"
+            if outcome.startswith("whole"):
+                self.stall = max(self.stall, now - self._answered_at)
+                self._answered_at = now
 
     def _error(self, status: int, body: Any) -> str:
         code = body["error"]["code"]
@@ -247,14 +257,36 @@ class Storm:
             max(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),
         )
 
+    def result(self) -> dict[str, Any]:
+        """What happened, as JSON values. A failover is a change of leaders that the service did not ask for."""
+        outcomes = self.clients.outcomes
+        return {
+            "requests": sum(outcomes.values()),
+            "outcomes": dict(sorted(outcomes.items())),
+            "errors": {what: count for what, count in sorted(outcomes.items()) if what[0].isdigit()},
+            "acts": dict(sorted(self.monkey.done.items())),
+            "failovers": max(0, self.service.log().count("[INFO] leading: term") - 1),
+            "starts": len(self.service.events("start")),
+            "longest_request_s": round(self.clients.longest, 2),
+            "longest_request": self.clients.longest_what,
+            "longest_stall_s": round(self.clients.stall, 2),
+            "problems": self.problems,
+        }
+
     def figures(self) -> str:
-        """What happened, for people."""
-        rows = sorted((self.clients.outcomes + self.monkey.done).items())
-        changes = self.service.log().count("[INFO] leading: term")
-        swaps = len(self.service.events("start"))
-        lines = [f"{count:7} {what}" for what, count in rows]
-        lines += [f"{changes:7} terms of leaders", f"{swaps:7} starts of models"]
-        return "\n".join([*lines, f"{self.clients.longest:7.1f} s longest request ({self.clients.longest_what})"])
+        """The same for people, in two lines."""
+        found = self.result()
+        errors = ", ".join(f"{count} {what}" for what, count in found["errors"].items()) or "none"
+        acts = ", ".join(f"{count} {what}" for what, count in found["acts"].items())
+        whole = f"{self.clients.outcomes['whole answers']} answers and {self.clients.outcomes['whole streams']} streams"
+        cut = self.clients.outcomes["streams cut, and seen to be cut"]
+        lost = sum(count for what, count in self.clients.outcomes.items() if what.startswith("connection lost"))
+        return (
+            f"{found['requests']} requests: {whole} whole, {self.clients.outcomes['hang-ups']} hang-ups, {cut} cut,"
+            f" {lost} connections lost; errors: {errors}; {found['failovers']} failovers, {found['starts']} starts;"
+            f" longest stall {found['longest_stall_s']} s, longest request {found['longest_request_s']} s"
+            f" ({found['longest_request']})\n  the monkey: {acts}"
+        )
 
 
 def _state(pid: int) -> str:

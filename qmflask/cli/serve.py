@@ -43,7 +43,7 @@ def command(
 
 def arguments(bind: tuple[str, ...], workers: int | None, threads: int | None, more: tuple[str, ...] = ()) -> list[str]:
     """What Python is to run; what is not given is left to the settings."""
-    found = [*_gunicorn(), "-c", _SETTINGS]
+    found = ["-m", "gunicorn", "-c", _SETTINGS]
     for address in bind:
         found += ["--bind", address]
     if workers is not None:
@@ -51,13 +51,6 @@ def arguments(bind: tuple[str, ...], workers: int | None, threads: int | None, m
     if threads is not None:
         found += ["--threads", str(threads), "--worker-connections", str(threads)]
     return [*found, *more]
-
-
-def _gunicorn() -> list[str]:
-    """gunicorn's script rather than `-m`: after USR2 a new master repeats the command line, and `-m` would then put
-    gunicorn's own folder, with a module called `http`, before all others."""
-    script = Path(sys.executable).with_name("gunicorn")
-    return [str(script)] if script.exists() else ["-m", "gunicorn"]
 
 
 def _check() -> None:

@@ -297,12 +297,12 @@ class ActivityStore:
     # -- progress of what is in flight ------------------------------------------------------------------------
 
     def watch(self, until: float) -> None:
-        """Ask all workers to publish the progress of their requests until this time (wall seconds)."""
+        """Ask all workers to publish the progress of their requests until this time (monotonic seconds)."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
             tx.execute("INSERT OR REPLACE INTO meta (name, value) VALUES ('watched', ?)", (str(until),))
 
     def watched_until(self) -> float:
-        """Until when somebody looks."""
+        """Until when somebody looks (monotonic seconds; of another boot, if the file is that old)."""
         with self._transaction("BEGIN") as tx:
             row = tx.execute("SELECT value FROM meta WHERE name = 'watched'").fetchone()
             return float(row["value"]) if row else 0.0
@@ -333,8 +333,9 @@ class ActivityStore:
     # -- performance ------------------------------------------------------------------------------------------
 
     def add_performance(self, when: float, body: str) -> None:
-        """Store one reading of host and cards (JSON)."""
+        """Store one reading of host and cards (JSON); what was stored for later times is of a clock set back since."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
+            tx.execute("DELETE FROM performance WHERE time > ?", (when,))
             tx.execute("INSERT OR REPLACE INTO performance (time, body) VALUES (?, ?)", (when, body))
 
     def performance(self, after: float) -> list[tuple[float, str]]:

@@ -72,7 +72,10 @@ class Inference:
             body = visit.body = intakes.take(environ, max_body=live.config.max_body)
             asked = _named(body)
             visit.named(asked, None)
-            target, visit.on_end = targets.find(router, visit.live, self._choices, key, asked)
+            visit.live, found = targets.in_newest(
+                router, visit.live, lambda live: targets.find(router, live, self._choices, key, asked)
+            )
+            target, visit.on_end = found
             if target.meaning.kind == "peer":
                 return self._from_peer(visit, target, body)
             return self._from_model(visit, target, body)

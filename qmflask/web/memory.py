@@ -31,8 +31,9 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         name = request.args.get("model", "")
         if not name:
             raise MissingModel("missing model: ask for /api/plan?model=NAME", param="model")
-        live = router().live
-        resolved, words = targets.destination(router(), live, name)
+        _, (resolved, words) = targets.in_newest(
+            router(), router().live, lambda live: targets.destination(router(), live, name)
+        )
         if resolved.kind == "peer":
             return json_answer(_at_peer(resolved, words))
         if resolved.id not in router().live.config.models:

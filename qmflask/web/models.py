@@ -117,7 +117,7 @@ def _unload(router: Router, model: str | None) -> None:
 
 
 def _known(router: Router, name: str) -> str:
-    resolved = router.live.names.resolve(name)
+    resolved = router.live.names.resolve(name) or router.newest().names.resolve(name)
     if resolved is None or resolved.kind != "model":
         near = [n for n in router.live.names.nearest(name, 8) if _is_model(router, n)][:3]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

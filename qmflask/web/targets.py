@@ -6,14 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from qmflask.config import ApiKey, Selector
 from qmflask.configuration import Live
-from qmflask.errors import ModelNotFound, Unavailable
+from qmflask.errors import ModelNotFound, NotFound, Unavailable
 from qmflask.names import Resolved
 from qmflask.policy import selectors
 from qmflask.router import Router
 from qmflask.web import auth
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,20 @@ class Choices:
                     del self._open[key]
 
         return chosen, release
+
+
+def in_newest(router: Router, live: Live, look: Callable[[Live], T]) -> tuple[Live, T]:
+    """What `look` finds in `live`, or else in a configuration that another worker knows already; and in which.
+
+    Nobody is told that a name means nothing before that. Raises like `look`.
+    """
+    try:
+        return live, look(live)
+    except NotFound:
+        newest = router.newest()
+        if newest is live:
+            raise
+        return newest, look(newest)
 
 
 def find(

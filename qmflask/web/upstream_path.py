@@ -61,10 +61,7 @@ class UpstreamPath:
         live = router.live
         key = auth.accept(live.config, environ)
         rest = raw_path(environ).partition("/upstream")[2]
-        path = _pinned(router, live, rest)
-        found = live.names.split_upstream_path(path)
-        if found is None:
-            raise _not_found(live, rest, path)
+        live, (path, found) = targets.in_newest(router, live, lambda live: _find(router, live, rest))
         meaning, name, remaining = found
         asked = name if path == rest else unquote(rest.removesuffix(remaining)).strip("/")
         auth.check_model(key, live.config, asked, meaning)
@@ -116,6 +113,15 @@ class UpstreamPath:
         except BaseException as error:
             visit.end(None, error)
             raise
+
+
+def _find(router: Router, live: Live, rest: str) -> tuple[str, tuple[Resolved, str, str]]:
+    """The path after the profile's pin, and whom it names: (meaning, name, remaining path). Raises NotFound."""
+    path = _pinned(router, live, rest)
+    found = live.names.split_upstream_path(path)
+    if found is None:
+        raise _not_found(live, rest, path)
+    return path, found
 
 
 def _pinned(router: Router, live: Live, rest: str) -> str:

@@ -10,25 +10,48 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
 from tests.integration.conftest import StartService
+from tests.integration.fronting import nginx
 from tests.service import Service, Stream, eventually
 
 
+@dataclass
+class Doors:
+    """One service and the ports by which it can be reached."""
+
+    service: Service
+    ports: dict[str, int]
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     """One place for two models; the third takes for ever to load, in a pool of its own."""
-    service = Service(tmp_path_factory.mktemp("cancel"), {}, workers=2, threads=32)
+    folder = tmp_path_factory.mktemp("cancel")
+    service = Service(folder, {}, workers=2, threads=32, args=("--bind", f"unix:{folder / 'http.sock'}"))
     models = {name: {"cmd": service.fake(name), "estVramGB": 9} for name in ("alpha", "beta")}
     models["slow"] = {"cmd": service.fake("slow", load_time=3600), "estRamGB": 1}
     models["thinks"] = {**models["slow"], "cmd": service.fake("thinks", load_time=3600), "sendLoadingState": True}
     service.write_config({"vramBudgetGB": 16, "ramBudgetGB": 99, "models": models})
     service.start()
-    yield service
-    print(service.log()[-20_000:])
-    service.close()
+    try:
+        with (
+            nginx(folder / "unix", folder / "http.sock") as by_socket,
+            nginx(folder / "tcp", f"127.0.0.1:{service.port}") as by_tcp,
+        ):
+            yield Doors(service, {"direct": service.port, "nginx": by_socket, "nginx-tcp": by_tcp})
+        print(service.log()[-20_000:])
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def service(doors: Doors) -> Service:
+    """The service behind the doors."""
+    return doors.service
 
 
 def close(sock: socket.socket) -> None:
@@ -47,27 +70,30 @@ def half_close(sock: socket.socket) -> None:
     sock.shutdown(socket.SHUT_WR)
 
 
-#: Model, X-Fake header and how many requests its server must have seen before the client leaves.
+#: Model and X-Fake header of a request that is still there when the client leaves.
 STAGES = {
-    "queued": ("beta", "", 0),
-    "loading": ("slow", "", 0),
-    "before headers": ("alpha", "header_delay=60", 1),
-    "amid the stream": ("alpha", "chunks=1000, interval=0.05", 1),
+    "queued": ("beta", ""),
+    "loading": ("slow", ""),
+    "before headers": ("alpha", "header_delay=60"),
+    "amid the stream": ("alpha", "chunks=1000, interval=0.05"),
 }
 
 
 @pytest.mark.parametrize("leave", [close, reset, half_close])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_client_that_leaves(service: Service, stage: str, leave: Callable[[socket.socket], None]) -> None:
-    model, fake, _ = STAGES[stage]
+@pytest.mark.parametrize("door", ["direct", "nginx", "nginx-tcp"])
+def test_a_client_that_leaves(doors: Doors, door: str, stage: str, leave: Callable[[socket.socket], None]) -> None:
+    service = doors.service
+    model, fake = STAGES[stage]
     blocker = None
     if stage == "queued":  # alpha is busy for as long as this stream is open
-        blocker = service.stream("alpha", headers={"X-Fake": "chunks=100000, interval=0.05"})
+        blocker = service.stream("alpha", headers={"X-Fake": "chunks=1000, interval=0.05"})
     seen = len(service.events("request", model))
     gone = len(service.events("client_gone", model))
-    identity = f"{stage}-{leave.__name__}".replace(" ", "-")
+    identity = f"{door}-{stage}-{leave.__name__}".replace(" ", "-")
     body = {"model": model, "messages": [], "stream": True}
-    sock = service.open("/v1/chat/completions", body, {"X-Fake": fake, "X-Request-Id": identity})
+    headers = {"X-Fake": fake, "X-Request-Id": identity}
+    sock = service.open("/v1/chat/completions", body, headers, port=doors.ports[door])
     try:
         where = f"SELECT state FROM requests WHERE public_id = '{identity}'"
         wanted = [("queued",)] if stage in ("queued", "loading") else [("granted",)]
@@ -104,10 +130,10 @@ def test_cancelling_requests_of_any_worker(service: Service) -> None:
     try:
         workers = service.query("SELECT DISTINCT worker FROM requests WHERE public_id LIKE 'cancel-%'")
         assert len(workers) == 2, "all connections went to one worker"
-        for name in names:
+        for name, stream in zip(names, streams, strict=True):
             assert service.post(f"/api/inflight/{name}/cancel").status == 200
-        for stream in streams:
             assert told(stream) == "cancelled"
+            stream.close()
     finally:
         for stream in streams:
             stream.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import threading
 import time
@@ -179,6 +180,31 @@ def test_a_client_that_takes_nothing_is_gone_and_the_blocked_write_ends(watcher:
         writer.join(10)
         assert client.reason == "stalled"
         assert [error.errno for error in ended] in ([errno.EPIPE], [errno.ECONNRESET])
+        watcher.unwatch(server)
+
+
+def is_shut(sock: socket.socket) -> bool:
+    """Whether a socket was shut down from our side."""
+    poll = select.poll()
+    poll.register(sock, 0)
+    return bool(poll.poll(0))
+
+
+def test_who_waits_hears_that_the_client_stalls_before_its_socket_is_shut(watcher: HangupWatcher) -> None:
+    """Else the write that the shut socket ends, and the peer's end that it looks like, would name another reason."""
+    server, peer = tcp_pair()
+    with server, peer:
+        client, told, seen = Client(), threading.Event(), []
+        client.attach(lambda: (seen.append((client.reason, is_shut(server))), told.set()))
+        watcher.watch(server, client)
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                server.send(bytes(1 << 16))
+        client.writing_since = time.monotonic_ns()
+        assert told.wait(20)
+        assert seen == [("stalled", False)]
+        wait_for(lambda: is_shut(server), "the socket is shut")
         watcher.unwatch(server)
 
 

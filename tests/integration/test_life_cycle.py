@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,69 @@ def test_ending_with_one_worker_stops_models_and_tells_waiters(
     service.process.wait(40)
     assert service.processes() == {}
     assert len(service.events("term", "alpha")) == 1
+
+
+def refused(service: Service) -> bool:
+    """Whether nobody listens at the service's address any more."""
+    with contextlib.closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", service.port)) != 0
+
+
+def test_a_service_that_ends_lets_nobody_in_while_its_last_stream_runs(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, "alpha"), workers=2)
+    with service.stream("alpha", headers={"X-Fake": "chunks=2000, interval=0.05"}) as stream:
+        next(iter(stream))
+        service.signal(signal.SIGTERM)
+        eventually(lambda: refused(service), "the address is free", timeout=20)
+        sent = len(service.events("sent"))
+        eventually(lambda: len(service.events("sent")) > sent, "the stream runs on")
+    assert service.process is not None
+    service.process.wait(30)
+
+
+def test_without_its_master_a_worker_ends_its_streams_and_leaves_the_address(start_service: StartService) -> None:
+    service = start_service(lambda s: config_of(s, "alpha"), workers=2)
+    with service.stream("alpha", headers={"X-Fake": "chunks=2000, interval=0.05"}) as stream:
+        next(iter(stream))
+        old = set(service.registered_workers())
+        service.signal(signal.SIGKILL)
+        assert service.process is not None
+        service.process.wait()
+        eventually(lambda: refused(service), "the address is free", timeout=20)
+        service.start()
+        sent = len(service.events("sent"))
+        assert service.chat("alpha").status == 200
+        eventually(lambda: len(service.events("sent")) > sent, "the old worker's stream runs on")
+    eventually(lambda: not old & set(service.processes()), "the old workers end")
+    assert len(service.events("start", "alpha")) == 1, "the next start adopts"
+
+
+GATED = """
+from qmflask.gunicorn_conf import *
+
+def post_fork(server, worker):
+    import pathlib, time
+    while pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+"""
+
+
+def test_at_hup_the_old_workers_serve_until_the_new_ones_are_there(start_service: StartService, tmp_path: Path) -> None:
+    gate, settings = tmp_path / "gate", tmp_path / "gated.py"
+    settings.write_text(GATED.format(gate=str(gate)))
+    service = start_service(lambda s: config_of(s, "alpha"), workers=2, args=("-c", str(settings)))
+    old = set(service.registered_workers())
+    gate.touch()
+    service.signal(signal.SIGHUP)
+    eventually(lambda: service.log().count("Booting worker") == 4, "the new workers are forked")
+    began = time.monotonic()
+    while time.monotonic() - began < 1:  # longer than a worker takes to hear that it is to end
+        assert service.chat("alpha").status == 200
+    assert set(service.registered_workers()) == old
+    gate.unlink()
+    eventually(lambda: not old & set(service.processes()), "the old workers go", timeout=15)
+    assert len(service.registered_workers()) == 2
+    assert service.chat("alpha").status == 200
 
 
 def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_service: StartService) -> None:
@@ -111,11 +175,8 @@ def test_without_hooks_the_last_worker_stops_the_models(start_service: StartServ
 
 
 def test_two_masters_at_once_after_usr2(start_service: StartService) -> None:
-    service = start_service(lambda s: config_of(s, "alpha", "beta", room=1), up=False, workers=2)
-    command = service.command()[3:]
-    # By its script: what `python -m gunicorn` executes anew has gunicorn's own folder in front of the library's.
-    service.command = lambda: [str(Path(sys.executable).with_name("gunicorn")), *command]  # type: ignore[method-assign]
-    service.start()
+    """Started by `python -m gunicorn`: a new master by gunicorn's own `sys.argv` would not find Python's `http`."""
+    service = start_service(lambda s: config_of(s, "alpha", "beta", room=1), workers=2)
     assert service.chat("alpha").status == 200
     alpha, old = server_pid(service, "alpha"), set(service.registered_workers())
     service.signal(signal.SIGUSR2)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,45 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import StartService
-from tests.service import REPO, PortBlock, Service, eventually
-
-NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/sbin:/usr/local/bin")
-
-MAIN = """
-daemon off; master_process off; worker_processes 1; error_log {folder}/error.log; pid {folder}/nginx.pid;
-events {{ worker_connections 256; }}
-http {{
-    access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
-    include {folder}/site.conf;
-}}
-"""
+from tests.integration.fronting import nginx
+from tests.service import Service, eventually
 
 
 @pytest.fixture
-def fronted(start_service: StartService, tmp_path: Path, ports: PortBlock) -> Iterator[Service]:
+def fronted(start_service: StartService, tmp_path: Path) -> Iterator[Service]:
     """A service whose requests go through nginx on a unix socket."""
-    assert NGINX, "nginx is missing: apt-get install nginx"
     socket_path = tmp_path / "http.sock"
     service = start_service(
         lambda s: {"models": {"alpha": {"cmd": s.fake("alpha")}}}, args=("--bind", f"unix:{socket_path}")
     )
-    site = (REPO / "conf" / "nginx.conf").read_text()
-    port = ports.take()
-    for old, new in (
-        ("unix:/run/qmflask/http.sock", f"unix:{socket_path}"),
-        ("listen 8080", f"listen 127.0.0.1:{port}"),
-    ):
-        assert site.count(old) >= 1
-        site = site.replace(old, new)
-    (tmp_path / "site.conf").write_text(site)
-    (tmp_path / "nginx.conf").write_text(MAIN.format(folder=tmp_path))
-    with subprocess.Popen([NGINX, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]) as nginx:
+    with nginx(tmp_path / "nginx", socket_path) as port:
         direct, service.port = service.port, port
-        service.wait_until_up()
         yield service
         service.port = direct
-        nginx.terminate()
 
 
 def test_events_are_not_held_back(fronted: Service) -> None:

@@ -51,6 +51,16 @@ def test_a_stop_command_has_the_environment_of_its_model(service: Service) -> No
     assert len(service.events("term", "quick")) == 1
 
 
+def test_a_stop_command_also_runs_after_a_death_nobody_asked_for(service: Service) -> None:
+    """The docker client is not the container."""
+    before = len(stops(service, "of-the-quick"))
+    assert service.chat("quick").status == 200
+    os.kill(service.events("start", "quick")[-1]["pid"], signal.SIGKILL)
+    eventually(lambda: len(stops(service, "of-the-quick")) == before + 1, "the stop command ran")
+    eventually(lambda: service.running() == [], "the model is down")
+    assert len(stops(service, "of-the-quick")) == before + 1, "once"
+
+
 def test_a_successor_ends_the_stop_command_of_a_dead_leader_and_runs_it_anew(service: Service) -> None:
     assert service.chat("slow").status == 200
     eventually(lambda: len(service.registered_workers()) == 2, "both workers are up")

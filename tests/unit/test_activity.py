@@ -284,6 +284,13 @@ def test_retention_by_size_gives_the_space_back(store: ActivityStore) -> None:
     assert before > 4 * MEGABYTE > 2 * MEGABYTE > store.path.stat().st_size
 
 
+def test_the_newest_reading_is_the_last_one_also_when_the_clock_is_set_back(store: ActivityStore) -> None:
+    for when in (100.0, 500.0, 150.0):
+        store.add_performance(when, f"at {when:.0f}")
+    assert store.newest_performance() == "at 150"
+    assert [body for _, body in store.performance(0)] == ["at 100", "at 150"]
+
+
 def test_captures_end_with_the_service_and_records_do_not(store: ActivityStore) -> None:
     store.begin_service("one")
     store.add([(record(has_capture=1), b"a secret")], Tally())

@@ -19,7 +19,7 @@ from qmflask.cli.plan import _lines as plan_lines
 from qmflask.cli.ps import lines as ps_lines
 from qmflask.cli.serve import arguments
 from qmflask.cli.service import Service
-from qmflask.cli.table import span, table
+from qmflask.cli.table import brief, span, table
 from qmflask.config import Source, load
 from qmflask.journal import Journal
 from qmflask.memory.samples import GIB, Card
@@ -113,6 +113,11 @@ def test_completion_of_models_without_a_service(tmp_path: Path) -> None:
 def test_tables_and_spans() -> None:
     assert [span(s) for s in (None, 7.9, 200, 7500)] == ["-", "7s", "3m20s", "2h05m"]
     assert table(("a", "b"), [("\x1b[31m", "x")])[1] == "\\x1b[31m  x"
+
+
+def test_a_failure_is_told_in_brief() -> None:
+    assert brief("a", "model a: ended with exit code 1; last log lines: x | y\nmore") == "ended with exit code 1"
+    assert brief("a", "\x1b") == "\\x1b" and brief("a", "") == ""
 
 
 def grades(findings: object) -> list[str]:
