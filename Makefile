@@ -2,7 +2,8 @@
 #
 #   make run     serve the demonstration on 127.0.0.1:8080
 #   make test    lint, types and all tests (installs what they need)
-#   make bench   measure the overhead against a model server used directly; FULL=1 takes longer and spreads less
+#   make bench   measure the overhead against a model server used directly; FULL=1 takes longer and spreads less,
+#                PEER=http://127.0.0.1:PORT asks another proxy the same (docs/performance.md)
 #   make soak    a long random run with crashes; MINUTES=10
 #   make storms  TIMES=20 such runs of one minute each, every one with a service of its own
 #   make lint    ruff and mypy only
@@ -38,7 +39,7 @@ test: $(VENV)/for-test
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	@# What fails beside others on a busy machine is run once more by itself; what fails then has failed.
-	$(PY) -m pytest --numprocesses 2 --dist worksteal $(PYTEST_ARGS) || { test $$? -eq 1 \
+	$(PY) -m pytest --numprocesses 3 --dist worksteal $(PYTEST_ARGS) || { test $$? -eq 1 \
 	  && echo "--- some tests failed, see above; those alone, once more:" \
 	  && $(PY) -m pytest --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
 
@@ -49,7 +50,7 @@ lint: $(VENV)/for-test
 
 bench: $(VENV)/for-test
 	@.ci/packages $(BENCH_PACKAGES)
-	$(PY) -m bench $(if $(FULL),,--quick)
+	$(PY) -m bench $(if $(FULL),,--quick) $(if $(PEER),--peer $(PEER))
 
 soak: $(VENV)/for-test
 	$(PY) -m bench.soak --minutes $(MINUTES)

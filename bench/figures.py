@@ -20,7 +20,7 @@ LOADS = (30, 400, 1300, 3000)
 
 @dataclass
 class Figure:
-    """One line of the result: samples of the model server alone and of the same through qmflask, one per round."""
+    """One line of the result: samples of the model server alone, through qmflask and through a peer, one per round."""
 
     name: str
     unit: str
@@ -29,12 +29,16 @@ class Figure:
     goal: str
     via: list[float] = field(default_factory=list)
     direct: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
 
     def results(self) -> list[float]:
         """The figure itself, one per round."""
+        return self._of(self.via)
+
+    def _of(self, through: list[float]) -> list[float]:
         if self.kind == "added":
-            return [v - d for v, d in zip(self.via, self.direct, strict=True)]
-        return self.via
+            return [v - d for v, d in zip(through, self.direct, strict=True)]
+        return through
 
     def row(self) -> dict[str, object]:
         """For JSON: medians, spread and the ratio to the model server alone."""
@@ -52,6 +56,7 @@ class Figure:
             "lowest": min(results),
             "highest": max(results),
             "rounds": len(results),
+            "peer": statistics.median(self._of(self.peer)) if self.peer else None,
             "must": self.must,
             "goal": self.goal,
         }
@@ -78,6 +83,9 @@ def added_time(rig: Rig, quick: bool) -> Iterator[Figure]:
         cpu.via.append(1000 * (worker_cpu_seconds(service) - before) / count)
         event.direct.append(_median_time(direct.port, stream, count // 3, first=True))
         event.via.append(_median_time(service.port, stream, count // 3, first=True))
+        if rig.peer is not None:
+            added.peer.append(_median_time(rig.peer, small, count))
+            event.peer.append(_median_time(rig.peer, stream, count // 3, first=True))
     direct.stop()
     rig.end(service)
     yield from (added, cpu, event)
@@ -95,6 +103,8 @@ def throughput(rig: Rig, quick: bool) -> Iterator[Figure]:
             figure.direct.append(wrk(direct.port, rig.folder, body, clients, seconds))
             service.wait_idle()  # else what wrk cut off at its last end still takes slots
             figure.via.append(wrk(service.port, rig.folder, body, clients, seconds))
+            if rig.peer is not None:
+                figure.peer.append(wrk(rig.peer, rig.folder, body, clients, seconds))
     direct.stop()
     rig.end(service)
     yield from (small, full)
@@ -108,7 +118,10 @@ def paced_events(rig: Rig, quick: bool) -> Iterator[Figure]:
     load_model(service, "m")
     chunks = 150 if quick else 400
     for _ in range(3 if quick else 7):
-        for port, mine, top in ((direct.port, median.direct, high.direct), (service.port, median.via, high.via)):
+        sides = [(direct.port, median.direct, high.direct), (service.port, median.via, high.via)]
+        if rig.peer is not None:
+            sides.append((rig.peer, median.peer, high.peer))
+        for port, mine, top in sides:
             delays = sorted(1000 * d for d in paced_delays(port, "m", 50, chunks, 20_000))
             mine.append(delays[len(delays) // 2])
             top.append(delays[len(delays) * 99 // 100])

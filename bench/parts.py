@@ -18,15 +18,18 @@ GIB_EACH = 1
 
 
 class Rig:
-    """A temporary folder with the compiled model server, ports of our own, and what runs on them."""
+    """A temporary folder with the compiled model server, ports of our own, and what runs on them.
 
-    def __init__(self) -> None:
+    `peer`: the port of another proxy on this machine that serves a model `m` by the same model server.
+    """
+
+    def __init__(self, peer: int | None = None) -> None:
+        self.peer = peer
         self._folder = tempfile.TemporaryDirectory(prefix="qmflask-bench-")
         self.folder = Path(self._folder.name)
         self.ports = PortBlock()
         self.binary = self.folder / "model_server"
-        command = ["gcc", "-O2", "-Wall", "-pthread", "-o", str(self.binary), str(SOURCE)]
-        subprocess.run(command, check=True)
+        compile_to(self.binary)
         self._services: list[Service] = []
         self._direct: list[DirectServer] = []
 
@@ -67,6 +70,11 @@ class Rig:
         """Stop a service before the rig ends."""
         self._services.remove(service)
         service.close()
+
+
+def compile_to(binary: Path) -> None:
+    """Make the model server."""
+    subprocess.run(["gcc", "-O2", "-Wall", "-pthread", "-o", str(binary), str(SOURCE)], check=True)
 
 
 class DirectServer:

@@ -6,6 +6,7 @@ answer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -13,29 +14,33 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
+from qmflask.accesslog import Access, LineStyle
 from qmflask.config import Config
 from qmflask.host import Host
-from qmflask.journal import Journal, configure, to_stdout, wants_json
+from qmflask.journal import Journal, configure, level_of, to_stdout, wants_json
 from qmflask.logfiles import ModelLog
 from qmflask.logtail import Tail
-from qmflask.recording import Access, LineStyle, Recording
+from qmflask.recording import Recording, settle_all
 from qmflask.store.activity import ActivityError, ActivityStore, Record, Retention
 from qmflask.store.counters import Tally
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: How long records gather before they are written together. A killed worker loses at most these.
-GATHER = 0.1
+GATHER = 0.25
 #: How often the thread looks at what has no event: configuration, watchers, samples, retention.
 ROUND = 0.25
 PRUNE_EVERY = 30.0
 TELL_EVERY = 60.0
 #: Finished requests that may wait for a store that does not answer; more are dropped, oldest first.
 BACKLOG = 5000
+#: Recordings that are worked on before other threads get their turn.
+AT_ONCE = 32
 #: A page that looks at what is in flight says so this often (seconds).
 WATCH_FOR = 5.0
 
@@ -52,6 +57,8 @@ class Surroundings:
     sample: Callable[[], Mapping[str, Any]]
     #: Whether the disk is full: then nothing is recorded, what room there is belongs to the scheduler.
     full: Callable[[], bool] = lambda: False
+    #: This worker's slots by kind: (all, taken).
+    slots: Callable[[], Mapping[str, tuple[int, int]]] = dict
 
 
 class Activity:
@@ -74,6 +81,8 @@ class Activity:
         self._next_watch = 0.0
         self._next_progress = 0.0
         self._published = False
+        self._slots: Mapping[str, tuple[int, int]] = {}
+        self._next_slots = 0.0
         self._next_prune = 0.0
         self._next_sample = 0.0
         self.store = ActivityStore(self._path())
@@ -151,6 +160,7 @@ class Activity:
             self._follow_configuration()
             self._echo_models()
             self._try(self._publish_progress)
+            self._try(self._publish_slots)
             self._try(self._sample)
             if time.monotonic() >= self._next_prune:
                 self._next_prune = time.monotonic() + PRUNE_EVERY
@@ -172,29 +182,26 @@ class Activity:
 
     def _write(self) -> None:
         """Write all that has ended since the last time: access lines, then records, counters and captures."""
-        tally = Tally()
+        config, tally = self._around.config(), Tally()
+        style = LineStyle(config.log_time_format, self._as_json) if self._shows_access(config) else None
         rows: list[tuple[Record, bytes | None]] = []
-        style = LineStyle(self._around.config().log_time_format, self._as_json)
-        lines: list[bytes] = []
-        while self._lines:
-            lines.append(style.line(*self._lines.popleft()))
-        while self._finished:
-            recording = self._finished.popleft()
-            if recording.paid and recording.model is not None:
-                recording.load_ms = self._around.load_ms(recording.model)
-            settled = recording.settle(tally, style)
-            lines.append(settled.line)
-            if settled.record is not None:
-                rows.append((settled.record, settled.capture))
-        if lines and self._shows_access() and not self._around.full():
+        lines = [style.line(*noted) for noted in drained(self._lines) if style is not None]
+        while some := drained(self._finished, AT_ONCE):
+            for recording in some:
+                if recording.paid and recording.model is not None:
+                    recording.load_ms = self._around.load_ms(recording.model)
+            settled = settle_all(some, tally, style)
+            rows += settled.rows
+            lines += settled.lines
+            time.sleep(0)  # whoever waits for the interpreter has it now, not after all of them
+        if lines:
             self._journal.write(b"".join(lines))
-        if tally.rows():
+        if tally:
             self._try(lambda: self.store.add(rows, tally))
 
-    def _shows_access(self) -> bool:
-        config = self._around.config()
+    def _shows_access(self, config: Config) -> bool:
         self._journal.stdout = config.log_to_stdout in ("proxy", "both")
-        return config.log_level.strip().lower() not in ("warn", "warning", "error")
+        return level_of(config.log_level) <= logging.INFO and not self._around.full()
 
     def _follow_configuration(self) -> None:
         """Log settings and a changed `store.path` are taken up; a file that was removed is made anew."""
@@ -204,8 +211,10 @@ class Activity:
         if path != self.store.path:
             old, self.store = self.store, ActivityStore(path)
             old.close()
+            self._slots = {}
         elif self.store.gone():
             log.warning("%s was removed: beginning a new one", path)
+            self._slots = {}
 
     def _echo_models(self) -> None:
         """`logToStdout: upstream` and `both`: the leader's worker passes what models write on to stdout.
@@ -244,6 +253,13 @@ class Activity:
                 self.store.publish(self._around.worker, {})
             self._published = watched
 
+    def _publish_slots(self) -> None:
+        """Once a second at most, and only what has changed: scrapes of other workers read it."""
+        slots = self._around.slots()
+        if slots != self._slots and time.monotonic() >= self._next_slots:
+            self.store.publish_slots(self._around.worker, slots)
+            self._slots, self._next_slots = slots, time.monotonic() + 1.0
+
     def _sample(self) -> None:
         """The leader's worker reads the host every `performance.every`."""
         config = self._around.config()
@@ -253,6 +269,15 @@ class Activity:
         now = time.time()
         body = {"sys": sys_reading(self._host, now), "gpu": gpu_readings(self._around.sample(), now)}
         self.store.add_performance(now, orjson.dumps(body).decode())
+
+
+def drained(queue: deque[T], most: int = BACKLOG) -> list[T]:
+    """Take what is at hand, in order."""
+    found: list[T] = []
+    with contextlib.suppress(IndexError):
+        while len(found) < most:
+            found.append(queue.popleft())
+    return found
 
 
 def retention(config: Config) -> Retention:

@@ -25,6 +25,9 @@ _NAMES = {
     "output": "output buffer",
     "compute": "compute buffer",
 }
+#: A projector loads apart; what it takes with its scratch memory is told before, and where just then.
+_PROJECTOR = re.compile(r"worst-case memory usage of mmproj is ([\d.]+) MiB")
+_PROJECTOR_AT = re.compile(r"CLIP using (\S+) backend")
 #: Buffers of these devices are system memory; so is what pins host memory for a card (CUDA_Host).
 _HOST = ("CPU", "AMX", "BLAS", "ACCEL")
 _UP = re.compile(r"listening on|all slots are idle")
@@ -70,9 +73,17 @@ def buffer_rows(log: str) -> list[Row]:
     vram: dict[str, int] = {}
     ram: dict[str, int] = {}
     for device, kind, size in _LINE.findall(log):
-        sums = ram if device.startswith(_HOST) or device.endswith("_Host") else vram
+        sums = ram if _is_host(device) else vram
         sums[kind] = sums.get(kind, 0) + round(float(size) * MIB)
-    return [Row(name, vram.get(kind, 0), ram.get(kind, 0)) for kind, name in _NAMES.items() if kind in vram | ram]
+    rows = [Row(name, vram.get(kind, 0), ram.get(kind, 0)) for kind, name in _NAMES.items() if kind in vram | ram]
+    if (told := _PROJECTOR.search(log)) is not None and (place := _PROJECTOR_AT.search(log)) is not None:
+        size = round(float(told[1]) * MIB)
+        rows.append(Row("projector", 0, size) if _is_host(place[1]) else Row("projector", size, 0))
+    return rows
+
+
+def _is_host(device: str) -> bool:
+    return device.startswith(_HOST) or device.endswith("_Host")
 
 
 def _watch(child: Child, log_file: Path, timeout: float) -> list[Row]:

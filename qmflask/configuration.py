@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmflask import processes
-from qmflask.config import Config, ConfigError
+from qmflask.config import Config, ConfigError, Loaded
 from qmflask.configfiles import fingerprint, forget_resolved, load_path, read_resolved, write_resolved
 from qmflask.names import Names
 from qmflask.policy.rules import Rules, make_rules
@@ -71,8 +71,8 @@ class Configuration:
                 )
         self._refuse_to_share(row)
         mark = self._mark()
-        config = self._load()
-        while self._publish(store, row.config_generation, mark, config, master) is None:
+        loaded = load_path(self.source, os.environ)
+        while self._publish(store, row.config_generation, mark, loaded, master) is None:
             with store.read() as tx:
                 row = reading.scheduler(tx)
             if row.master == master:
@@ -147,7 +147,7 @@ class Configuration:
         """Validate the source and publish it; returns "" or the error. `patient` gives a wrong file one second more."""
         mark = self._mark()
         try:
-            config = self._load()
+            loaded = load_path(self.source, os.environ)
         except ConfigError as error:
             if patient and self._doubted != mark:
                 self._doubted = mark
@@ -157,7 +157,7 @@ class Configuration:
         self._seen = mark
         with store.read() as tx:
             generation = reading.scheduler(tx).config_generation
-        published = self._publish(store, generation, mark, config, None)
+        published = self._publish(store, generation, mark, loaded, None)
         if published is None:
             return None
         self.take_up(store, published)
@@ -176,12 +176,6 @@ class Configuration:
                 generation = reading.scheduler(tx).config_generation
         return generation
 
-    def _load(self) -> Config:
-        loaded = load_path(self.source, os.environ)
-        for problem in loaded.warnings:
-            log.warning("%s", problem.text())
-        return loaded.config
-
     def _mark(self) -> str:
         """The source's fingerprint as text, "" while it cannot be read (an editor is renaming it)."""
         try:
@@ -189,9 +183,11 @@ class Configuration:
         except OSError:
             return ""
 
-    def _publish(self, store: Store, generation: int, mark: str, config: Config, master: str | None) -> int | None:
-        write_resolved(self._state, generation + 1, config)
+    def _publish(self, store: Store, generation: int, mark: str, loaded: Loaded, master: str | None) -> int | None:
+        write_resolved(self._state, generation + 1, loaded.config)
         published = admission.publish_configuration(store, generation, mark, master, str(self.source))
-        if published is not None:
+        if published is not None:  # of several workers that have read the same, one says what is doubtful in it
+            for problem in loaded.warnings:
+                log.warning("%s", problem.text())
             forget_resolved(self._state, published)
         return published

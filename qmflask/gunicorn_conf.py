@@ -65,13 +65,6 @@ limit_request_line = 8190
 # other. Older versions do not know the setting and ignore it.
 control_socket_disable = True
 
-# A model's `cmd` may name the commands of this environment (`qmflask-demo`) although it is not activated. Last in
-# PATH: it never hides a command of yours.
-_PATH = os.environ.get("PATH", os.defpath).split(os.pathsep)
-_BIN = os.path.join(sys.prefix, "bin")
-if _BIN not in _PATH:
-    os.environ["PATH"] = os.pathsep.join([*_PATH, _BIN])
-
 
 # Imports stand inside the hooks: this module is read by the master, which needs none of the application until then.
 def post_worker_init(worker: Any) -> None:

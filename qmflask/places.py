@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from pathlib import Path
+
+
+def find_our_commands() -> None:
+    """Put the commands of this environment (`qmflask-demo`) into PATH, for models, although it is not activated.
+
+    Last: they never hide a command of yours.
+    """
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    ours = os.path.join(sys.prefix, "bin")
+    if ours not in path:
+        os.environ["PATH"] = os.pathsep.join([*path, ours])
 
 
 def source_path() -> Path:

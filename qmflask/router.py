@@ -27,6 +27,7 @@ from qmflask.policy.plan import plan
 from qmflask.policy.schedule import Reject
 from qmflask.processes import Children
 from qmflask.roster import Roster, lives
+from qmflask.slots import Slots
 from qmflask.store import Store, admission, counters, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Admissions, Arrival, Ended, Granted, Stale
 from qmflask.store.counters import Sum
@@ -61,8 +62,8 @@ class Router:
         grace: float | None = None,
     ) -> None:
         self._alive = alive
-        self._slots = threading.Semaphore(slots)
-        self.viewers = threading.Semaphore(viewers)
+        self._slots = Slots(slots)
+        self.viewers = Slots(viewers)
         for warning in prepare_state_directory(state):
             log.warning("%s", warning)
         self.state = state
@@ -135,6 +136,9 @@ class Router:
             load_ms=load_ms,
             sample=sample,
             full=lambda: self._full,
+            slots=lambda: {
+                kind: (s.total, s.taken) for kind, s in (("inference", self._slots), ("page", self.viewers))
+            },
         )
 
     def start(self) -> None:
@@ -277,6 +281,13 @@ class Router:
     def unload(self, live: Live, model: str | None, client: Client | None = None) -> None:
         """Unload one model, or all; returns when their process groups are gone."""
         self._command(self._arrival("unload", live, model or ALL), client)
+
+    def end_hold(self, model: str) -> bool:
+        """Let a held model go when others need its room; True if it was held."""
+        held = admission.end_hold(self._store, model, time.monotonic_ns())
+        if held:
+            self.wake_leader()
+        return held
 
     def _command(self, arrival: Arrival, client: Client | None) -> Ended:
         mails = self._desk.mails

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qmflask import journal
-from qmflask.places import source_path, state_path
+from qmflask.places import find_our_commands, source_path, state_path
 from qmflask.router import Router
 from qmflask.shutdown import stop_models
 
@@ -49,6 +49,7 @@ class Runtime:
             if self._router is None or self._pid != os.getpid():
                 server = worker or _gunicorn_worker()
                 alive = _alive_of(server)
+                find_our_commands()
                 source = source_path()
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)

@@ -10,7 +10,7 @@ from pathlib import Path
 from qmflask import journal, processes
 from qmflask.configfiles import read_resolved
 from qmflask.election import Candidacy
-from qmflask.places import source_path, state_path
+from qmflask.places import find_our_commands, source_path, state_path
 from qmflask.processes import Children
 from qmflask.states import DOWN, State
 from qmflask.store import Store, reading, scheduling
@@ -37,6 +37,7 @@ def stop_models(state: Path, *, kept: bool = True) -> bool:
     """
     if not (state / "state.db").exists():
         return False
+    find_our_commands()  # for `cmdStop`
     candidacy = Candidacy(state)
     deadline = time.monotonic() + LOCK_WAIT
     while not candidacy.try_win():

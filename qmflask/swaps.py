@@ -64,11 +64,11 @@ class Swaps:
         idle = all(scheduling.idle(tx, name) for name in ready)
         if idle and all(scheduling.idle(tx, name) for name in action.blockers):
             self._enter_stopping(tx, swap, config, rules, now)
-            return self.stop_idle(tx, ready, f"evicted for {action.target}", now)
+            return self._stop_victims(tx, ready, action.target, now)
         if not action.fixed and not idle:  # only patience that is over drains victims; a render may just be waited for
             raise Conflict("a victim is in use again")
         for name in ready:
-            scheduling.set_state(tx, name, State.DRAINING, f"evicted for {action.target}")  # ready -> draining
+            scheduling.set_state(tx, name, State.DRAINING, _evicted(name, action.target))  # ready -> draining
         return []
 
     def _enter_stopping(self, tx: Transaction, swap_id: int, config: Config, rules: Rules, now: int) -> None:
@@ -93,6 +93,9 @@ class Swaps:
             scheduling.set_state(tx, name, State.STOPPING, reason, deadline=deadline)
             stopped.append(name)
         return stopped
+
+    def _stop_victims(self, tx: Transaction, victims: Iterable[str], target: str, now: int) -> list[str]:
+        return [name for victim in victims for name in self.stop_idle(tx, [victim], _evicted(victim, target), now)]
 
     def abort(self, tx: Transaction, swap_id: int, now: int) -> list[str]:
         """Nobody waits any more: draining victims are ready again, a starting target stops."""
@@ -173,7 +176,7 @@ class Swaps:
         try:
             with self._store.write(self._generation) as tx:
                 self._enter_stopping(tx, swap.id, config, rules, now)
-                stopping = self.stop_idle(tx, swap.victims, f"evicted for {swap.target}", now)
+                stopping = self._stop_victims(tx, swap.victims, swap.target, now)
         except Conflict:
             return False
         self.signal(stopping)
@@ -280,3 +283,8 @@ class Swaps:
 
 def _is_down(row: ProcessRow | None) -> bool:
     return row is None or row.state in DOWN
+
+
+def _evicted(victim: str, target: str) -> str:
+    """Why a victim stops, for people: one that was changed makes way for itself."""
+    return "its configuration changed" if victim == target else f"evicted for {target}"

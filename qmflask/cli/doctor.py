@@ -12,7 +12,7 @@ import click
 from qmflask import __version__
 from qmflask.cli.findings import Finding, fail, ok, warn
 from qmflask.cli.service import Down, Refused, Service, connect, json_option, place_options, print_json, url_option
-from qmflask.cli.table import plain
+from qmflask.cli.table import brief, plain
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "red")}
 
@@ -129,7 +129,7 @@ def _answered(
         yield ok("scheduler", f"process {here['leader']}, term {here['term']}")
     for model in body["models"]:
         if failure := model.get("failure"):
-            yield fail(f"model {model['id']}", failure["message"].splitlines()[0], f"qmflask logs {model['id']}")
+            yield fail(f"model {model['id']}", brief(model["id"], failure["message"]), f"qmflask logs {model['id']}")
 
 
 def _survivors(look: Any) -> Iterator[Finding]:

@@ -76,7 +76,7 @@ def command(
     try:
         found = estimate_of(wanted)
         if ask_server:
-            found = replace(found, rows=_ask(_server_argv(server, wanted), {}, timeout, as_json))
+            found = _instead(found, _ask(_server_argv(server, wanted), {}, timeout, as_json))
     except (GGUFError, AskError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -136,7 +136,14 @@ def _one(model: Model, ask_timeout: float | None, quiet: bool) -> Estimate:
     found = estimate_of(wanted)
     if ask_timeout is None:
         return found
-    return replace(found, rows=_ask(launch.argv, launch.env, ask_timeout, quiet))
+    return _instead(found, _ask(launch.argv, launch.env, ask_timeout, quiet))
+
+
+def _instead(found: Estimate, rows: tuple[Row, ...]) -> Estimate:
+    """The estimate with what the server tells instead; a projector of which it says nothing stays estimated."""
+    names = {row.name for row in rows}
+    kept = [row for row in found.rows if row.name == "projector" and row.name not in names]
+    return replace(found, rows=(*rows, *kept))
 
 
 def _print_configured(config: Config, found: dict[str, Estimate], faults: dict[str, str]) -> None:

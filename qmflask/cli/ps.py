@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from qmflask.cli.service import Down, connect, json_option, place_options, print_json, url_option
-from qmflask.cli.table import plain, size, span, table
+from qmflask.cli.table import brief, plain, size, span, table
 
 _MODELS = ("model", "state", "since", "vram", "ram", "charged", "busy", "queued", "idle", "stops in", "pid", "port")
 _REQUESTS = ("request", "model", "state", "age", "waits for")
@@ -56,7 +57,8 @@ def lines(body: Mapping[str, Any], everything: bool = False) -> list[str]:
     for model in models:
         if failure := model.get("failure"):
             again = f" (again in {span(failure['retry_in'])})" if failure["retry_in"] else ""
-            found.append(f"{plain(model['id'])}: {_first_line(failure['message'])}{again}")
+            name = plain(model["id"])
+            found.append(f"{name}: {brief(name, failure['message'])}{again}; see qmflask logs {shlex.quote(name)}")
     if body["requests"]:
         found += ["", *table(_REQUESTS, [_request(request) for request in body["requests"]])]
     found += ["", *_memory(body["memory"]["pools"])]

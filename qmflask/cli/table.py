@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import click
 
 GIB = 1 << 30
+#: Begins the end of its log in the failure of a model.
+_LOG = "; last log lines: "
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -25,6 +27,11 @@ def plain(text: str) -> str:
 def size(count: int | None) -> str:
     """Bytes as GiB, `?` for an unknown size."""
     return f"{count / GIB:.1f}" if count else "?"
+
+
+def brief(model: str, message: str) -> str:
+    """The failure of a model in one line, without its name and its log, which stand elsewhere."""
+    return plain(message.splitlines()[0] if message else "").removeprefix(f"model {model}: ").partition(_LOG)[0]
 
 
 def plural(number: int, word: str) -> str:

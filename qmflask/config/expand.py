@@ -34,6 +34,9 @@ MAX_MACROS = 1000
 
 #: Fields whose text says so when `${PORT}` stands there and `cmd` has none.
 _SIMPLE = frozenset({"cmd", "cmdStop", "checkEndpoint", "name", "description", "filters.stripParams"})
+#: Ways out for a proxy that waits for a port.
+_ABOUT_PORT = "put ${PORT} into cmd, or set proxy to the address the server listens on"
+_ABOUT_CMD = "it has no cmd: write the command that starts its server; `qmflask check` finds a misspelt key"
 
 
 @dataclass(slots=True)
@@ -210,7 +213,7 @@ class _Models:
                 place,
                 (*path, "proxy"),
                 value=templates.proxy,
-                hint="put ${PORT} into cmd, or set proxy to the address the server listens on",
+                hint=_ABOUT_PORT if templates.cmd else _ABOUT_CMD,
             )
         for field_path, scalar, left in leftovers(node):
             if field_path == ("proxy",) and left == PORT:

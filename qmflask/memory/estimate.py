@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from qmflask.memory.architecture import Layer, Model, describe, is_expert
 from qmflask.memory.gguf import Header, Tensor, block_elements, row_bytes
-from qmflask.memory.graph import GraphShape, LayerShape, compute_bytes
+from qmflask.memory.graph import FLOAT, GraphShape, LayerShape, compute_bytes
 from qmflask.memory.samples import GIB
 
 #: Caches grow in steps of so many cells.
@@ -273,16 +273,17 @@ def _shape(layer: Layer, cells: int) -> LayerShape:
 
 
 def _projector_rows(header: Header, settings: Settings) -> list[Row]:
-    """A projector's tensors and the scratch memory for one picture of its own size."""
+    """A projector's tensors and the scratch memory for one picture of its own size.
+
+    The latter is at its fullest behind the wide half of a layer: the picture itself, that half, and four times the
+    stream (where llama.cpp's allocator finds good holes it is less, down to once).
+    """
     weights = sum(tensor.size for tensor in header.tensors)
-    heads = header.number("vision.attention.head_count")
-    width, patch = header.number("vision.embedding_length"), header.number("vision.patch_size")
+    side, patch = header.number("vision.image_size"), header.number("vision.patch_size")
+    width, up = header.number("vision.embedding_length"), header.number("vision.feed_forward_length")
     compute = 0
-    if width and patch and heads:
-        tokens = (header.number("vision.image_size") // patch) ** 2
-        up = header.number("vision.feed_forward_length")
-        layer = LayerShape(width, width, width, width, heads, tokens, up, up, gate=False)
-        compute = compute_bytes(GraphShape(tokens, width, [layer] * 2))
+    if width and patch:
+        compute = FLOAT * ((side // patch) ** 2 * (up + 4 * width) + 3 * side**2)
     on_gpu = settings.projector_on_gpu and settings.gpu_layers != 0
     return [Row("projector", weights + compute if on_gpu else 0, 0 if on_gpu else weights + compute)]
 

@@ -68,7 +68,8 @@ def _decision(action: Action) -> dict[str, Any]:
         return {"decision": "queue", "why": action.why, **waits}
     if isinstance(action, StartSwap):
         stops = ", ".join(action.victims) or "nothing"
-        return {"decision": "start", "why": f"it is started; {stops} stops", "victims": list(action.victims)}
+        verb = "stop" if len(action.victims) > 1 else "stops"
+        return {"decision": "start", "why": f"it is started; {stops} {verb}", "victims": list(action.victims)}
     if isinstance(action, AbortSwap):
         why = f"the load of {action.target}, for which nobody waits any more, is dropped first"
         return {"decision": "start", "why": why, "victims": [action.target]}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from qmflask.store import counters
+from qmflask.store import bulk, counters
 from qmflask.store.counters import Sum, Tally
 
-VERSION = 1
+VERSION = 2
 _SIZES = ("page_count", "freelist_count", "page_size")
 #: Records, and pages, that one step of a pruning removes.
 _SLICE = 500
@@ -38,6 +39,10 @@ CREATE TABLE IF NOT EXISTS captures (
 );
 CREATE TABLE IF NOT EXISTS progress (              -- requests in flight, only while somebody looks
     request TEXT PRIMARY KEY, worker TEXT NOT NULL, bytes INTEGER NOT NULL, headers TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS slots (                 -- of each worker, living or not
+    worker TEXT NOT NULL, kind TEXT NOT NULL, total INTEGER NOT NULL, taken INTEGER NOT NULL,
+    PRIMARY KEY (worker, kind)
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS performance (time REAL PRIMARY KEY, body TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -85,7 +90,6 @@ class Record:
 
 
 _COLUMNS = tuple(field.name for field in fields(Record) if field.name != "id")
-_INSERT = f"INSERT INTO records ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 _values = attrgetter(*_COLUMNS)
 _SELECT = f"SELECT {', '.join(_COLUMNS)}, id FROM records"
 
@@ -99,12 +103,15 @@ class Filter:
     end: int | None = None
     min_id: int | None = None
     max_id: int | None = None
+    failed: bool = False
 
     def where(self) -> tuple[str, list[Any]]:
         """The condition and its parameters."""
         parts, values = ["1"], list[Any](self.models)
         if self.models:
             parts.append(f"model IN ({', '.join('?' * len(self.models))})")
+        if self.failed:
+            parts.append("resp_status_code >= 400")
         for column, operator, value in (
             ("time", ">=", self.start),
             ("time", "<=", self.end),
@@ -206,13 +213,11 @@ class ActivityStore:
     def add(self, rows: Sequence[tuple[Record, bytes | None]], tally: Tally) -> None:
         """Write records, each with its packed capture if it has one, and their counters, in one transaction."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
-            for record, capture in rows:
-                cursor = tx.execute(_INSERT, _values(record))
-                if capture is not None:
-                    tx.execute(
-                        "INSERT INTO captures (record, size, body) VALUES (?, ?, ?)",
-                        (cursor.lastrowid, len(capture), capture),
-                    )
+            ids = range(_last_id(tx) + 1, sys.maxsize)
+            served = [(*_values(record), at) for at, (record, _) in zip(ids, rows, strict=False)]
+            kept = [(at, len(body), body) for at, (_, body) in zip(ids, rows, strict=False) if body is not None]
+            bulk.insert(tx, "records", (*_COLUMNS, "id"), served)
+            bulk.insert(tx, "captures", ("record", "size", "body"), kept)
             counters.write(tx, tally)
 
     def prune(self, keep: Retention, now: float) -> None:
@@ -238,13 +243,12 @@ class ActivityStore:
         return upto
 
     def _delete(self, which: str, limit: int) -> None:
+        slice_ = f"(SELECT id FROM records WHERE {which} ORDER BY id LIMIT {_SLICE})"
         while True:
             with self._transaction("BEGIN IMMEDIATE") as tx:
-                query = f"SELECT id FROM records WHERE {which} ORDER BY id LIMIT {_SLICE}"
-                ids = [(row[0],) for row in tx.execute(query, (limit,))]
-                tx.executemany("DELETE FROM records WHERE id = ?", ids)
-                tx.executemany("DELETE FROM captures WHERE record = ?", ids)
-            if len(ids) < _SLICE:
+                tx.execute(f"DELETE FROM captures WHERE record IN {slice_}", (limit,))
+                gone = tx.execute(f"DELETE FROM records WHERE id IN {slice_}", (limit,)).rowcount
+            if gone < _SLICE:
                 return
 
     def _vacuum(self) -> bool:
@@ -268,15 +272,16 @@ class ActivityStore:
 
     @staticmethod
     def _prune_captures(tx: sqlite3.Connection, limit: int) -> None:
-        total = tx.execute("SELECT COALESCE(SUM(size), 0) FROM captures").fetchone()[0]
-        if total <= limit:
+        too_much = tx.execute("SELECT COALESCE(SUM(size), 0) FROM captures").fetchone()[0] - limit
+        if too_much <= 0:
             return
-        for row in tx.execute("SELECT record, size FROM captures ORDER BY record").fetchall():
-            tx.execute("DELETE FROM captures WHERE record = ?", (row["record"],))
-            tx.execute("UPDATE records SET has_capture = 0 WHERE id = ?", (row["record"],))
-            total -= row["size"]
-            if total <= limit:
-                return
+        oldest = upto = None
+        for record, size in tx.execute("SELECT record, size FROM captures ORDER BY record"):
+            oldest, upto, too_much = record if oldest is None else oldest, record, too_much - size
+            if too_much <= 0:
+                break
+        tx.execute("DELETE FROM captures WHERE record <= ?", (upto,))
+        tx.execute("UPDATE records SET has_capture = 0 WHERE id BETWEEN ? AND ?", (oldest, upto))
 
     def begin_service(self, master: str) -> None:
         """The first worker of a new master: captures hold prompts and are not kept over a restart of the service."""
@@ -287,6 +292,7 @@ class ActivityStore:
                 tx.execute("DELETE FROM captures")
                 tx.execute("UPDATE records SET has_capture = 0 WHERE has_capture <> 0")
                 tx.execute("DELETE FROM progress")
+                tx.execute("DELETE FROM slots")
 
     # -- progress of what is in flight ------------------------------------------------------------------------
 
@@ -307,6 +313,17 @@ class ActivityStore:
             tx.execute("DELETE FROM progress WHERE worker = ?", (worker,))
             values = [(request, worker, size, headers) for request, (size, headers) in rows.items()]
             tx.executemany("INSERT INTO progress (request, worker, bytes, headers) VALUES (?, ?, ?, ?)", values)
+
+    def publish_slots(self, worker: str, slots: Mapping[str, tuple[int, int]]) -> None:
+        """Replace what is known of one worker's slots: kind -> (all, taken)."""
+        with self._transaction("BEGIN IMMEDIATE") as tx:
+            values = [(worker, kind, total, taken) for kind, (total, taken) in slots.items()]
+            tx.executemany("INSERT OR REPLACE INTO slots (worker, kind, total, taken) VALUES (?, ?, ?, ?)", values)
+
+    def slots(self) -> list[tuple[str, str, int, int]]:
+        """Worker, kind, all and taken slots, of workers that may be gone."""
+        with self._transaction("BEGIN") as tx:
+            return [tuple(row) for row in tx.execute("SELECT worker, kind, total, taken FROM slots")]
 
     def progress(self) -> dict[str, tuple[int, str]]:
         """Bytes and answer headers (JSON) by request id, as far as published."""
@@ -348,8 +365,14 @@ class ActivityStore:
     def last_id(self) -> int:
         """The id of the newest record ever written, 0 before the first."""
         with self._transaction("BEGIN") as tx:
-            row = tx.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
-            return int(row["seq"]) if row else 0
+            return _last_id(tx)
+
+    def last_used(self, models: Iterable[str]) -> dict[str, int]:
+        """When each model was asked last (wall seconds); those that were not, or so long ago, are left out."""
+        query = "SELECT time FROM records WHERE model = ? ORDER BY id DESC LIMIT 1"
+        with self._transaction("BEGIN") as tx:
+            found = {model: tx.execute(query, (model,)).fetchone() for model in models}
+        return {model: row[0] for model, row in found.items() if row is not None}
 
     def totals(self, model: str | None) -> dict[str, int]:
         """Number of requests and sums of their tokens; counts that are not known are left out."""
@@ -384,3 +407,8 @@ class ActivityStore:
         """SQLite's own word on the file's integrity: "ok"."""
         with self._transaction("BEGIN") as tx:
             return str(tx.execute("PRAGMA integrity_check").fetchone()[0])
+
+
+def _last_id(tx: sqlite3.Connection) -> int:
+    row = tx.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+    return int(row[0]) if row else 0

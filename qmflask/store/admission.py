@@ -186,6 +186,16 @@ def release(store: Store, request: int, model: str, now: int, hold_until: int | 
     return any(waiting or wanted for waiting, wanted in rows)
 
 
+def end_hold(store: Store, model: str, now: int) -> bool:
+    """End a model's hold before its time; True if it was held."""
+    with store.write() as tx:
+        query = "UPDATE processes SET hold_until = 0 WHERE model = ? AND hold_until > ?"
+        held = tx.execute(query, (model, now)).rowcount > 0
+        if held:
+            tx.execute("UPDATE scheduler SET schedule_version = schedule_version + 1")
+    return held
+
+
 def withdraw(store: Store, request: int) -> bool:
     """Remove a waiting row whose client left; True if there was one."""
     with store.write() as tx:

@@ -6,7 +6,10 @@ import json
 import sqlite3
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
+
+from qmflask.store import bulk
 
 #: One table, the same in `state.db` (what the leader does) and `activity.db` (what requests did).
 SCHEMA = """
@@ -55,6 +58,9 @@ class Tally:
         found[0] += seconds
         found[1 + bisect_left(BUCKETS, seconds)] += 1
 
+    def __bool__(self) -> bool:
+        return bool(self._sums or self._histograms)
+
     def rows(self) -> list[Sum]:
         """What was added."""
         rows = [Sum(name, labels, value) for (name, labels), value in self._sums.items()]
@@ -68,12 +74,17 @@ class Tally:
         return rows
 
 
+_as_json = lru_cache(1024)(json.dumps)
+
+
 def write(tx: sqlite3.Connection, tally: Tally) -> None:
     """Add a tally to the table, inside the caller's transaction."""
-    tx.executemany(
-        "INSERT INTO counters (name, labels, value) VALUES (?, ?, ?)"
-        " ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value",
-        [(row.name, json.dumps(row.labels), row.value) for row in tally.rows()],
+    bulk.insert(
+        tx,
+        "counters",
+        ("name", "labels", "value"),
+        [(row.name, _as_json(row.labels), row.value) for row in tally.rows()],
+        "ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value",
     )
 
 

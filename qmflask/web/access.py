@@ -8,7 +8,8 @@ from typing import Any
 
 from flask import Blueprint, Response, request
 
-from qmflask.recording import MILLISECOND, Access, remote_of
+from qmflask.accesslog import Access
+from qmflask.recording import MILLISECOND, remote_of
 from qmflask.router import Router
 
 #: What is asked for every few seconds by machines and open pages tells nobody anything.

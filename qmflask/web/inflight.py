@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from flask import Blueprint, Response, request
 
-from qmflask.recording import redacted
+from qmflask.captures import redacted
 from qmflask.router import Router
 from qmflask.store.activity import ActivityError
 from qmflask.store.reading import Status

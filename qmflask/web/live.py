@@ -59,9 +59,19 @@ class Live:
         if self._moment is not None and mark == self._mark:
             return
         body = overview(status, live.config, live.rules.charges, time.monotonic_ns(), time.time())
+        used = _last_used(router)
+        for model in body["models"]:
+            model["used"] = used.get(model["id"])
         version = self._moment.version + 1 if self._moment else 1
         self._moment = Moment(version, status, live.generation, body, orjson.dumps(body).decode(), last)
         self._mark = mark
+
+
+def _last_used(router: Router) -> dict[str, int]:
+    try:
+        return router.activity.store.last_used(router.live.config.models)
+    except ActivityError:
+        return {}
 
 
 def _mark(status: Status) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 from flask import Blueprint, Response, request
 
+from qmflask.captures import unpack_capture
 from qmflask.errors import BadRequest, NotFound, Unavailable
-from qmflask.recording import unpack_capture
 from qmflask.router import Router
 from qmflask.store.activity import SORTS, ActivityError, Filter, Record
 from qmflask.web import auth
@@ -108,7 +108,7 @@ def _filter() -> Filter:
     if start is not None and end is not None and start > end:
         raise BadRequest("start must be before end", param="start")
     models = tuple(name for name in request.args.getlist("model") if name)
-    return Filter(models, start, end, lowest, highest)
+    return Filter(models, start, end, lowest, highest, request.args.get("failed", "") not in ("", "0"))
 
 
 def _number(name: str, default: int | None = None) -> int | None:

@@ -83,6 +83,12 @@ def blueprint(router: Callable[[], Router]) -> Blueprint:
         _unload(router(), _known(router(), name))
         return text_answer("OK")
 
+    @routes.post("/api/models/release/<path:name>")
+    def release_one(name: str) -> Response:
+        admin()
+        held = router().end_hold(_known(router(), name))
+        return json_answer({"msg": "ok", "held": held})
+
     @routes.post("/api/models/load/<path:name>")
     def load_one(name: str) -> Response:
         admin()

@@ -3,7 +3,7 @@
 Neither gauges nor counters live in a worker's memory. Workers add what they served to a table of `activity.db`, in the
 transaction that stores the records; the leader adds what it did to one of `state.db`, in the transaction that does it.
 A scrape reads both. So there are no files per process to merge or clean up (prometheus_client's multiprocess mode), a
-worker's death takes nothing back, and counters go on after a restart; only `kill -9` costs its last 0.1 s.
+worker's death takes nothing back, and counters go on after a restart; only `kill -9` costs its last 0.25 s.
 """
 
 from __future__ import annotations
@@ -95,23 +95,25 @@ class Box(Collector):
         build = GaugeMetricFamily("qmflask_build_info", "The version that answers.", labels=["version"])
         build.add_metric([__version__], 1)
         yield build
-        yield from self._counted()
+        yield from self._counted({worker.id for worker in status.workers})
         yield from requests_now(status)
         yield from service_now(status)
         yield from models_now(status, config)
         yield from memory_now(status, config)
 
-    def _counted(self) -> Iterator[Metric]:
+    def _counted(self, workers: set[str]) -> Iterator[Metric]:
         sums = list(self._router.counters())
-        up, performance = 1, None
+        up, performance, slots = 1, None, list[tuple[str, str, int, int]]()
         try:
             sums += self._router.activity.store.counters()
             performance = self._router.activity.store.newest_performance()
+            slots = self._router.activity.store.slots()
         except ActivityError as error:
             up = 0
             log.warning("metrics of requests are missing: %s", error)
         yield GaugeMetricFamily("qmflask_activity_up", "0 while the activity store cannot be read.", up)
         yield from counted(sums)
+        yield from slots_now(row for row in slots if row[0] in workers)
         if performance is not None:
             yield from host_now(orjson.loads(performance))
 
@@ -162,6 +164,22 @@ def requests_now(status: Status) -> Iterator[Metric]:
     for phase, number in Counter(swap.phase.value for swap in status.swaps).items():
         family.add_metric([phase], number)
     yield family
+
+
+def slots_now(rows: Iterable[tuple[str, str, int, int]]) -> Iterator[Metric]:
+    """What the living workers can serve at once, and how much of it is taken: worker, kind, all, taken."""
+    totals, taken = Counter[str](), Counter[str]()
+    for _, kind, all_, used in rows:
+        totals[kind] += all_
+        taken[kind] += used
+    for name, text, found in (
+        ("qmflask_slots", "Requests (inference) and streams of pages (page) that all workers serve at once.", totals),
+        ("qmflask_slots_taken", "How many of them are taken, as of the last second.", taken),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["kind"])
+        for kind, number in sorted(found.items()):
+            family.add_metric([kind], number)
+        yield family
 
 
 def service_now(status: Status) -> Iterator[Metric]:

@@ -177,6 +177,11 @@ def test_gunicorn_says_once_what_is_wrong_with_the_configuration(tmp_path: Path)
         service.close()
 
 
+def test_what_is_doubtful_is_said_once(start_service: StartService) -> None:
+    service = start_service({"models": {}, "logLevel": "loud"})
+    assert service.log().count("there are no models") == service.log().count("unknown log level") == 1, service.log()
+
+
 def test_output_may_be_cut(tmp_path: Path) -> None:
     command = f"{sys.executable} -c 'from qmflask.cli import main; main()' schema | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True)

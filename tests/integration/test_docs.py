@@ -18,11 +18,12 @@ from qmflask.app import app
 from qmflask.config import Source, load
 from tests.integration.conftest import StartService
 from tests.service import PATIENCE, REPO, Service, eventually
+from tests.unit.test_layering import LAYERS
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))]
 #: What a page may show without its being run, beside blocks marked `not-run`: these are what the tests themselves do
 #: (test_packaging, and the service that the other commands of the page talk to).
-ELSEWHERE = {"make run", "make test", "python3 -m venv .venv", ".venv/bin/pip install .", ".venv/bin/gunicorn wsgi:app"}
+ELSEWHERE = {"make run", "make test", "python3 -m venv .venv", ".venv/bin/pip install .", ".venv/bin/qmflask serve"}
 ADDRESS = "127.0.0.1:8080"
 
 
@@ -99,6 +100,27 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert [page for page in PAGES if page != "README.md" and f"({page})" not in readme] == []
+
+
+# --- the design -------------------------------------------------------------------------------------------------
+
+DESIGN = (REPO / "docs" / "design.md").read_text(encoding="utf-8")
+
+
+def test_the_layers_of_the_page_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (\d) \w+ \| (.*?) \|", DESIGN, re.MULTILINE)
+    shown = {int(number): set(re.findall(r"`(\w+)/?`", modules)) for number, modules in rows}
+    assert shown.keys() == LAYERS.keys()
+    assert {number: names - LAYERS[number] for number, names in shown.items() if names - LAYERS[number]} == {}
+    assert sum(map(len, shown.values())) > 50
+
+
+def test_what_the_design_names_is_there() -> None:
+    names = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", DESIGN)
+    lost = [name for name in names if not ((REPO / "qmflask" / name).exists() or (REPO / name).exists())]
+    tests = re.findall(r"`(test_[\w*]+)`", DESIGN)
+    assert lost + [name for name in tests if not list((REPO / "tests").glob(f"*/{name}.py"))] == []
+    assert len(names) > 20 and len(tests) > 15
 
 
 # --- routes ---------------------------------------------------------------------------------------------------

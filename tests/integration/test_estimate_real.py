@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from qmflask.askserver import AskError, ask, buffer_rows, free_port
 from qmflask.cli import main
 from qmflask.host import Host
-from qmflask.memory.estimate import Estimate, estimate
+from qmflask.memory.estimate import Estimate, Row, Settings, estimate
 from qmflask.memory.gguf import GGUFError
 from qmflask.memory.llama import read_command
 from qmflask.memory.samples import MIB
@@ -140,6 +140,40 @@ def test_hybrid_and_recurrent_models(
     assert within(*compare(llama_server, make_model(name), *options), ALLOWED)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-c", "512", "-np", "1"),
+        ("-c", "8192", "-np", "1"),
+        ("-c", "8192", "-np", "4"),
+        ("-c", "8192", "-np", "1", "-ctk", "q8_0", "-ctv", "q8_0"),
+    ],
+)
+def test_latent_attention(llama_server: Path, make_model: MakeModel, options: tuple[str, ...]) -> None:
+    assert within(*compare(llama_server, make_model("deepseek2"), *options), ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (768, 3072, 12, 12, 224, 16),
+        pytest.param((1024, 4096, 24, 16, 336, 14), marks=pytest.mark.heavy),
+        pytest.param((1152, 4304, 27, 16, 896, 14), marks=pytest.mark.heavy),
+    ],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
+def test_a_projector(llama_server: Path, make_model: MakeModel, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """The server tells what it will take before it loads it."""
+    model, path = make_model("5m0", "--preset", "5m"), tmp_path / "projector.gguf"
+    other_gguf.projector(path, *shape, out=192)
+    argv = [str(llama_server), "-m", str(model), "--mmproj", str(path), "--host", "127.0.0.1", "-c", "512", "-ngl", "0"]
+    rows = ask([*argv, "--port", str(free_port()), "-t", "2", "-np", "1"], {}, timeout=100)
+    told = next(row.ram for row in rows if row.name == "projector")
+    found = estimate(read_model(model), Settings(gpu_layers=0), read_model(path)).rows[-1]
+    print(f"projector {shape}: estimated {found.ram / MIB:.2f} MiB, told {told / MIB:.2f} MiB")
+    assert found.name == "projector" and abs(found.ram - told) <= ALLOWED * told
+
+
 def test_a_draft_model(llama_server: Path, make_model: MakeModel) -> None:
     model, draft = make_model("50m0", "--preset", "50m"), make_model("5m0", "--preset", "5m")
     assert within(*compare(llama_server, model, "-c", "4096", "-np", "1", "-md", str(draft), "-ngld", "0"), ALLOWED)
@@ -226,6 +260,13 @@ def test_buffers_on_cards_and_on_the_host() -> None:
         ("cache", 1024, 0),
         ("compute buffer", 300, 20),
     ]
+
+
+def test_a_projector_is_told_apart_and_where_it_is() -> None:
+    log = "srv: [mtmd] estimated worst-case memory usage of mmproj is 599.28 MiB\nclip_ctx: CLIP using {} backend\n"
+    size = round(599.28 * MIB)
+    assert buffer_rows(log.format("CPU")) == [Row("projector", 0, size)]
+    assert buffer_rows(log.format("CUDA0")) == [Row("projector", size, 0)]
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,3 +175,70 @@ def test_why_a_model_is_not_loaded(start_service: StartService) -> None:
     assert service.get("/api/performance?after=2999-01-01T00:00:00Z").json()["sys_stats"] == []
     assert service.get("/api/performance?after=x").status == 400
     assert set(service.get("/api/version").json()) == {"version", "commit", "build_date"}
+
+
+def test_people_are_answered_while_every_slot_is_taken_and_eight_pages_are_open(start_service: StartService) -> None:
+    service = start_service(
+        lambda s: {"models": {"slow": {"cmd": s.fake("slow", load_time=600)}}}, workers=2, threads=32
+    )
+    slots = 2 * 24  # each worker keeps 8 of its threads for this
+    with contextlib.ExitStack() as stack:
+        waiting = [service.open("/v1/chat/completions", {"model": "slow"}) for _ in range(2 * slots)]
+        for sock in waiting:
+            stack.callback(sock.close)
+
+        def rows() -> list[Any]:
+            return service.get("/api/inflight").json()["requests"]
+
+        eventually(lambda: len(rows()) == slots, "every slot is taken, and the rest was refused")
+        pages: list[Events] = []
+
+        def open_one() -> bool:
+            page = stack.enter_context(listening(service, "?types=status"))
+            if page.answer.status == 200:
+                pages.append(page)
+            return len(pages) == 8
+
+        eventually(open_one, "eight pages have their streams")
+        for page in pages:
+            assert len(page.until("status", lambda data: True)["requests"]) == slots
+        for path in ("/health", "/running", "/api/status", "/api/version", "/v1/models", "/metrics", "/logs"):
+            assert service.get(path, timeout=5).status == 200, path
+        assert service.post(f"/api/inflight/{rows()[-1]['id']}/cancel", {}).status == 200
+        for page in pages:
+            page.until("status", lambda data: len(data["requests"]) == slots - 1)
+        assert service.post("/api/models/unload/slow", {}).status == 200
+        for page in pages:
+            page.until("status", lambda data: not data["requests"])
+
+
+def test_an_event_stream_on_each_worker_goes_on_when_the_leader_dies(start_service: StartService) -> None:
+    service = start_service(two, workers=2, threads=64)
+    leader = service.leader()
+    with contextlib.ExitStack() as stack:
+        pages = [stack.enter_context(listening(service, "?types=modelStatus,activity,logData")) for _ in range(8)]
+        for page in pages:
+            page.until("modelStatus", lambda data: True)
+        os.kill(leader, signal.SIGKILL)
+        assert service.chat("alpha").status == 200
+        went_on = [page for page in pages if told(page)]
+        assert went_on, "some of eight streams were the other worker's"
+        with listening(service, "?types=modelStatus") as again:
+            again.until("modelStatus", lambda data: states(data)["alpha"] == "ready")
+
+
+def told(page: Events) -> bool:
+    """Whether a stream tells of the load, the record and the log line of one request; False if it ended first."""
+    signs: dict[str, Callable[[Any], bool]] = {
+        "activity": lambda data: True,
+        "modelStatus": lambda data: states(data)["alpha"] == "ready",
+        "logData": lambda data: data["source"] == "upstream" and "alpha: listening" in data["data"],
+    }
+    try:
+        while signs:
+            kind, data = page.next()
+            if kind in signs and signs[kind](data):
+                del signs[kind]
+    except (AssertionError, OSError, http.client.HTTPException):
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -202,7 +203,12 @@ def test_the_sync_worker_serves_and_warns(start_service: StartService) -> None:
 
 def test_gunicorns_own_threads_behind_nginx_by_tcp_and_by_file(start_service: StartService, tmp_path: Path) -> None:
     socket_path = tmp_path / "http.sock"
-    service = start_service(two, args=("--worker-class", "gthread", "--bind", f"unix:{socket_path}"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:  # as systemd has it with `Type=notify`
+        notify.bind(str(tmp_path / "notify"))
+        notify.settimeout(PATIENCE)
+        arguments = ("--worker-class", "gthread", "--bind", f"unix:{socket_path}")
+        service = start_service(two, args=arguments, env={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        assert notify.recv(4096).startswith(b"READY=1")
     behind(service, tmp_path / "tcp", f"127.0.0.1:{service.port}")
     behind(service, tmp_path / "file", socket_path)
 

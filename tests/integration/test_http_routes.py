@@ -12,7 +12,7 @@ import pytest
 
 from qmflask.web.inference import GET_ROUTES, POST_ROUTES
 from tests.integration.echoing import echo_model, shared
-from tests.service import Reply, Service
+from tests.service import Reply, Service, eventually
 
 NAMES = ["org/with/slashes", "tag:7b", "with space", "ünï-cödé-猫", "per%20cent", "plus+and&", "q?#"]
 
@@ -136,6 +136,19 @@ def test_upstream_passes_everything_as_it_is(service: Service) -> None:
     assert service.get("/upstream").header("Location") == "/ui/models"
     assert (service.get("/upstream/echo?a=b").status, service.post("/upstream/echo", b"").status) == (301, 308)
     assert service.get("/upstream/echo?a=b").header("Location") == "/upstream/echo/?a=b"
+
+
+def test_what_is_recorded_below_upstream(service: Service) -> None:
+    """Requests on the model routes, by the path that the model server sees."""
+    for path in ("/v/rerank", "/v1/rerank", "/v1/other", "/rerank/more"):
+        assert service.post(f"/upstream/echo{path}", b"{}").status == 200
+    assert service.get("/upstream/echo/infill").status == 200
+
+    def recorded() -> set[str]:
+        return {row["req_path"] for row in service.get("/api/metrics/activity?limit=999").json()["data"]}
+
+    eventually(lambda: {"/v/rerank", "/v1/rerank"} <= recorded(), "both are stored")
+    assert not {"/v1/other", "/rerank/more"} & recorded()
 
 
 @pytest.mark.parametrize(

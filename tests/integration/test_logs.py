@@ -137,6 +137,8 @@ def test_following_survives_the_leader_and_ends_with_the_worker(start_service: S
     leader = service.leader()
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(follow(service, "/logs/stream/upstream?no-history")) for _ in range(2)]
+        own = service.state / "logs" / "qmflask.log"
+        eventually(lambda: "leading: term" in own.read_text(), "it has said so, which comes after it leads")
         os.kill(leader, signal.SIGKILL)
         assert service.chat("beta").status == 200
         ended = 0

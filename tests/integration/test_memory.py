@@ -282,6 +282,9 @@ def test_growth_of_others_unloads_the_largest_idle_model(serve: Serve, card: Fak
     card.write()
     service.wait_event("term", "beta", timeout=30)
     assert not stopped_for_nothing(service, "alpha")
+    stopped = eventually(lambda: service.get("/running?all").json()["stopped"], "why beta is not loaded")
+    assert [(row["model"], row["stop"]["reason"]) for row in stopped] == [("beta", "memory pressure")]
+    assert b'qmflask_model_stops_total{cause="pressure",model="beta"} 1.0' in service.get("/metrics").body
     assert [row["model"] for row in eventually(lambda: len(service.running()) == 1 and service.running(), "")] == [
         "alpha"
     ]

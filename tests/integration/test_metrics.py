@@ -7,6 +7,7 @@ import os
 import re
 import signal
 
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import StartService
@@ -23,7 +24,25 @@ def scrape(service: Service) -> Samples:
     families = list(text_string_to_metric_families(reply.body.decode()))
     assert len({f.name for f in families}) == len(families), "each family once"
     assert all(f.documentation for f in families)
+    assert [bad for f in families for bad in unconventional(f)] == []
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+def unconventional(family: Metric) -> list[str]:
+    """What `promtool check metrics` would say of a family of ours: names, units, counters and their suffix."""
+    found = []
+    if not re.fullmatch(r"(qmflask|llamaswap)_[a-z0-9_]+", family.name):
+        found.append(f"{family.name}: not in our namespace, or not in snake case")
+    if family.type not in ("counter", "gauge", "histogram"):
+        found.append(f"{family.name}: type {family.type}")
+    if family.type != "counter" and family.name.endswith(("_total", "_count", "_sum", "_bucket")):
+        # The names of llama-swap's gauges are not ours to choose.
+        found.append(f"{family.name}: a suffix that says it were another type")
+    if re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|gb|mib|gib|kilobytes|megabytes|bits)(_|$)", family.name):
+        found.append(f"{family.name}: not in base units")
+    if family.type == "histogram" and not family.name.endswith("_seconds"):
+        found.append(f"{family.name}: a histogram of no unit")
+    return found
 
 
 def value(found: Samples, name: str, **labels: str) -> float:
@@ -48,7 +67,8 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
 
     def all_counted() -> Samples | None:
         found = scrape(service)
-        return found if value(found, "qmflask_requests_total") == 6 else None
+        sampled = value(found, "llamaswap_memory_total_bytes") > 0  # by a thread of the leader's, when it gets to it
+        return found if sampled and value(found, "qmflask_requests_total") == 6 else None
 
     found = eventually(all_counted, "six requests are counted")
     assert value(found, "qmflask_requests_total", model="alpha", status="200", **label) == 2
@@ -68,7 +88,8 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
     assert value(found, "qmflask_budget_bytes", pool="vram") == 16 * 2**30
     assert (value(found, "qmflask_workers"), value(found, "qmflask_has_leader")) == (2, 1)
     assert value(found, "qmflask_requests_in_flight") == 0
-    assert value(found, "llamaswap_memory_total_bytes") > 0
+    assert value(found, "qmflask_slots", kind="inference") == 2 * 12
+    eventually(lambda: value(scrape(service), "qmflask_slots_taken") == 0, "all slots are free: told once a second")
     leaders = value(found, "qmflask_leader_changes_total")
 
     leader = service.leader()
@@ -83,6 +104,8 @@ def test_counts_are_the_same_from_every_worker_and_survive_deaths(start_service:
     with service.stream("beta", headers={"X-Fake": "chunks=1000, interval=0.05"}) as stream:
         next(iter(stream))
         assert value(scrape(service), "qmflask_requests_in_flight", model="beta") == 1
+        eventually(lambda: value(scrape(service), "qmflask_slots_taken", kind="inference") == 1, "one slot is taken")
+    eventually(lambda: value(scrape(service), "qmflask_slots", kind="inference") == 2 * 12, "the dead one's are gone")
     assert_dashboard_and_page_agree(service)
 
 

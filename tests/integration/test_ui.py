@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
@@ -324,3 +325,112 @@ def test_profiles_and_selectors_are_shown_and_used(start_service: StartService, 
 
     assert service.request("PUT", "/api/profiles/active", {"name": None}).status == 200  # by somebody else
     eventually(lambda: picker.input_value() == "-", "the picker follows")
+
+
+#: One red pixel.
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
+
+
+def test_forms_attachments_filters_and_holds(
+    start_service: StartService, open_page: Callable[..., Page], llama_server: Path, tiny_gguf: Callable[..., Path]
+) -> None:
+    ranks = tiny_gguf("rerank", "", "--arch", "qwen3", "--rerank")
+    service = start_service(
+        lambda s: {
+            "holdMs": 600_000,
+            "models": {
+                "embedder": {"cmd": llama(llama_server, tiny_gguf("alpha"), extra="--embeddings --pooling mean")},
+                "ranker": {"cmd": llama(llama_server, ranks, extra="--rerank")},
+                "agent": {"cmd": s.fake("agent", ending="tools")},
+            },
+            "groups": {"all": {"swap": False, "members": ["embedder", "ranker", "agent"]}},
+        },
+        workers=2,
+        threads=64,
+    )
+    tab = open_page(service, reduced_motion="reduce").open("try/embedder")
+    tab.get_by_role("tab", name="Embeddings").click()
+    tab.get_by_label("Texts, one a line").fill("a cat\na dog")
+    button(tab, "Embed").click()
+    tab.locator("tbody tr", has_text="a dog").wait_for()
+    assert "1.000" in tab.locator("tbody tr", has_text="a cat").inner_text()
+
+    tab.goto(f"{service.url}/ui/#try/ranker")
+    tab.get_by_role("tab", name="Chat").press("ArrowLeft")  # the tabs go round
+    tab.get_by_label("Query").fill("pets")
+    tab.get_by_label("Documents, one a line").fill("a cat\na car")
+    button(tab, "Rerank").click()
+    tab.locator(".scorebar").nth(1).wait_for()
+
+    tab.goto(f"{service.url}/ui/#try/agent")
+    tab.locator("#attach").set_input_files({"name": "dot.png", "mimeType": "image/png", "buffer": PNG})
+    tab.locator(".thumbs img").wait_for()
+    tab.get_by_label("Message", exact=True).last.fill("what is this?")
+    button(tab, "Send").click()
+    tab.locator(".msg.user img").wait_for()
+    tab.locator(".msg.assistant .stats", has_text="in all").wait_for()
+    assert '"image_url"' in captured(service, "agent")
+
+    tab.goto(f"{service.url}/ui/#overview")
+    held = card(tab, "agent").get_by_text("held for its tool call")
+    held.wait_for()
+    button(card(tab, "agent"), "Release hold").click()
+    held.wait_for(state="detached")
+
+    service.chat("nonsense")
+    eventually(lambda: service.get("/api/metrics/activity?failed=1").json()["total"] == 1, "the failure is recorded")
+    tab.goto(f"{service.url}/ui/#activity")
+    tab.locator("tbody tr", has_text="agent").wait_for()
+    tab.get_by_label("failed only").check()
+    tab.locator("tbody tr", has_text="agent").wait_for(state="detached")
+    assert tab.locator("tbody tr").count() == 1
+    tab.get_by_label("Since").select_option("15")
+    tab.get_by_text("page 1 of 1 · 1 request").wait_for()
+    tab.get_by_label("Model", exact=True).select_option("ranker")
+    tab.get_by_text("No request like that has failed.").wait_for()
+    moving = "[...document.querySelectorAll('*')].filter(e => getComputedStyle(e).transitionDuration !== '0s').length"
+    assert tab.evaluate(moving) == 0
+
+
+def captured(service: Service, model: str) -> str:
+    """The body of the newest request for a model, as it was kept."""
+    url = f"/api/metrics/activity?model={model}"
+    record = eventually(lambda: service.get(url).json()["data"], "it is recorded")[0]
+    return base64.b64decode(service.get(f"/api/captures/{record['id']}").json()["req_body"]).decode()
+
+
+def test_everything_can_be_reached_and_seen_with_the_keyboard(
+    start_service: StartService, open_page: Callable[..., Page]
+) -> None:
+    service = start_service(lambda s: {"models": {"alpha": {"cmd": s.fake("alpha")}}}, workers=1, threads=32)
+    assert service.chat("alpha").status == 200
+    page = open_page(service)
+    for view in ("overview", "activity", "logs", "try", "plan"):
+        tab = page.open(view)
+        tab.locator("main h1").wait_for()
+        tab.evaluate("document.activeElement.blur()")
+        wanted = tab.evaluate(CONTROLS)
+        assert wanted, view
+        for _ in range(wanted + 5):
+            tab.keyboard.press("Tab")
+            tab.evaluate("window.reached = (window.reached ?? new Set()).add(document.activeElement)")
+            assert tab.evaluate(OUTLINED), f"{view}: focus cannot be seen"
+        missed = tab.evaluate(f"({CONTROLS_LEFT})().map(e => e.outerHTML.slice(0, 120))")
+        assert not missed, f"{view}: not to be reached"
+        tab.reload()
+
+
+#: Visible controls that take part in the tab order (of tabs, only the chosen one does).
+CONTROLS_LIST = """
+  [...document.querySelectorAll("a[href], button, input, select, textarea, tr.click")].filter(
+    (e) => !e.disabled && e.getAttribute("role") !== "tab" && e.getClientRects().length)"""
+CONTROLS = f"({CONTROLS_LIST}).length"
+CONTROLS_LEFT = f"() => ({CONTROLS_LIST}).filter((e) => !window.reached.has(e))"
+OUTLINED = """(() => {
+  const e = document.activeElement;
+  if (e === document.body) return true;
+  const shown = e.id === "attach" ? document.querySelector('label[for="attach"]') : e;
+  return getComputedStyle(shown).outlineStyle !== "none" && parseFloat(getComputedStyle(shown).outlineWidth) >= 1;
+})()"""

@@ -101,6 +101,79 @@ def lfm2(path: Path, layers: int = 6) -> None:
     model.close()
 
 
+def deepseek2(path: Path, layers: int = 6, rank: int = 128, rope: int = 32, nope: int = 64, value: int = 64) -> None:
+    """Latent attention (MLA): one narrow cache for all heads, and the values are read from the keys."""
+    model = _Writer(path, "deepseek2", layers, HEADS, 1)
+    numbers = {
+        "attention.q_lora_rank": 192,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rope,
+        "attention.value_length": rank,
+        "attention.key_length_mla": nope + rope,
+        "attention.value_length_mla": value,
+        "rope.dimension_count": rope,
+        "leading_dense_block_count": layers,
+        **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length"), 0),
+    }
+    for key, number in numbers.items():
+        model.file.add_uint32(f"deepseek2.{key}", number)
+    model.file.add_float32("deepseek2.expert_weights_scale", 1.0)
+    for name in ("token_embd", "output"):
+        model.put(f"{name}.weight", model.vocabulary, WIDTH)
+    model.put("output_norm.weight", WIDTH)
+    for layer in range(layers):
+        prefix = f"blk.{layer}."
+        model.put(prefix + "attn_norm.weight", WIDTH)
+        model.put(prefix + "ffn_norm.weight", WIDTH)
+        model.put(prefix + "attn_q_a.weight", 192, WIDTH)
+        model.put(prefix + "attn_q_a_norm.weight", 192)
+        model.put(prefix + "attn_q_b.weight", HEADS * (nope + rope), 192)
+        model.put(prefix + "attn_kv_a_mqa.weight", rank + rope, WIDTH)
+        model.put(prefix + "attn_kv_a_norm.weight", rank)
+        model.put(prefix + "attn_k_b.weight", HEADS, rank, nope)
+        model.put(prefix + "attn_v_b.weight", HEADS, value, rank)
+        model.put(prefix + "attn_output.weight", WIDTH, HEADS * value)
+        model.feed_forward(prefix)
+    model.close()
+
+
+def projector(path: Path, width: int, feed: int, layers: int, heads: int, side: int, patch: int, out: int) -> None:
+    """A vision transformer with two matrices behind it, for pictures of `side` pixels."""
+    file = gguf.GGUFWriter(str(path), "clip")
+    file.add_bool("clip.has_vision_encoder", True)
+    file.add_string("clip.projector_type", "mlp")
+    file.add_bool("clip.use_gelu", True)
+    numbers = {"image_size": side, "patch_size": patch, "embedding_length": width, "feed_forward_length": feed}
+    for key, number in {**numbers, "projection_dim": out, "block_count": layers, "attention.head_count": heads}.items():
+        file.add_uint32(f"clip.vision.{key}", number)
+    file.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    file.add_array("clip.vision.image_mean", [0.5] * 3)
+    file.add_array("clip.vision.image_std", [0.5] * 3)
+    shapes: dict[str, tuple[int, ...]] = {
+        "v.class_embd": (width,),
+        "v.patch_embd.weight": (width, 3, patch, patch),
+        "v.position_embd.weight": ((side // patch) ** 2 + 1, width),
+        **_with_bias("v.pre_ln", width),
+        **_with_bias("mm.0", out, width),
+        **_with_bias("mm.2", out, out),
+    }
+    for layer in range(layers):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            shapes |= _with_bias(f"v.blk.{layer}.{name}", width, width)
+        shapes |= _with_bias(f"v.blk.{layer}.ln1", width) | _with_bias(f"v.blk.{layer}.ln2", width)
+        shapes |= _with_bias(f"v.blk.{layer}.ffn_up", feed, width) | _with_bias(f"v.blk.{layer}.ffn_down", width, feed)
+    for name, shape in shapes.items():
+        file.add_tensor(name, np.zeros(shape, np.float32 if len(shape) == 1 else np.float16))
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def _with_bias(name: str, rows: int, *columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, *columns), f"{name}.bias": (rows,)}
+
+
 def mamba(path: Path, layers: int = 6, inner: int = 1024, state: int = 16, rank: int = 32) -> None:
     """State-space layers only: no cache at all."""
     model = _Writer(path, "mamba", layers, 0, 0, feed=0)

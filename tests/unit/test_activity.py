@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from qmflask.accesslog import LineStyle
 from qmflask.activity import Activity, Surroundings, gpu_readings, retention
+from qmflask.captures import decoded, pack_capture, unpack_capture
 from qmflask.config import Config
 from qmflask.errors import ClientGone, ModelNotFound, UpstreamUnreachable
 from qmflask.journal import Journal, JournalHandler, ServiceLog, level_of, one_line, timestamp
-from qmflask.recording import LineStyle, Recording, Settled, pack_capture, unpack_capture
+from qmflask.recording import Recording, settle_all
 from qmflask.relay import Outcome
 from qmflask.store.activity import ActivityError, ActivityStore, Filter, Record, Retention
 from qmflask.store.counters import Tally
@@ -80,7 +82,21 @@ def settle(
     first = time.monotonic_ns() if answer else None
     found.end(Outcome(status=status, content_type=kind, first_byte_ns=first, **{"complete": True, **outcome}))
     tally = Tally()
-    return found.settle(tally, style), tally
+    return settled_alone(found, tally, style), tally
+
+
+class Settled(NamedTuple):
+    """What is written of one request; no record where only its line shows it."""
+
+    record: Record | None
+    capture: bytes | None
+    line: bytes
+
+
+def settled_alone(found: Recording, tally: Tally | None = None, style: LineStyle = LineStyle()) -> Settled:
+    rows, lines = settle_all([found], Tally() if tally is None else tally, style)
+    record, capture = rows[0] if rows else (None, None)
+    return Settled(record, capture, lines[0])
 
 
 def record(**more: Any) -> Record:
@@ -126,7 +142,7 @@ def test_a_line_cannot_be_forged() -> None:
     found = Recording(Keeper(), environ(HTTP_USER_AGENT=evil, RAW_URI="/a\x0bb"), 0)
     found.named(evil, None)
     found.fail(ModelNotFound("no\nsuch"))
-    settled = found.settle(Tally(), LineStyle())
+    settled = settled_alone(found)
     assert settled.line.count(b"\n") == 1
     assert b"\x1b" not in settled.line
     assert settled.record is not None
@@ -147,7 +163,7 @@ def test_a_line_cannot_be_forged() -> None:
 def test_failures_are_recorded_as_such(fail: Callable[[Recording], Any], status: int, message: str) -> None:
     found = recording()
     fail(found)
-    settled = found.settle(Tally(), LineStyle())
+    settled = settled_alone(found)
     assert settled.record is not None
     assert (settled.record.resp_status_code, settled.record.error_msg) == (status, message)
 
@@ -155,7 +171,7 @@ def test_failures_are_recorded_as_such(fail: Callable[[Recording], Any], status:
 def test_requests_that_name_no_model_and_gets_are_no_records() -> None:
     nameless = Recording(Keeper(), environ(), 0)
     nameless.fail(ModelNotFound("x"))
-    assert nameless.settle(Tally(), LineStyle()).record is None
+    assert settled_alone(nameless).record is None
     read = recording(REQUEST_METHOD="GET")
     settled, _ = settle(read, b"{}")
     assert settled.record is None
@@ -181,6 +197,35 @@ def test_captures_are_bounded_decoded_and_only_of_what_the_path_allows() -> None
 def test_captures_survive_packing(size: int) -> None:
     given = ("/p", {"a": "b"}, b"q" * size, {"c": "d"}, b"r" * size)
     assert unpack_capture(pack_capture(*given)) == given
+
+
+def test_a_capture_that_swells_when_decoded_is_left_out() -> None:
+    bomb = gzip.compress(b"0" * 5 * MEGABYTE)
+    assert decoded(bomb, "gzip", MEGABYTE) == b""
+    assert decoded(gzip.compress(b"x"), "gzip", MEGABYTE) == b"x"
+    packed = settle(recording(), bomb, coding="gzip")[0].capture
+    assert packed is not None
+    assert unpack_capture(packed)[4] == b""
+
+
+def test_an_answer_of_many_pieces_is_read_and_kept_whole() -> None:
+    found = recording()
+    found.begin(200, [("Content-Type", "text/event-stream")])
+    pieces = [b"data: %d\n\n" % n for n in range(5000)] + [b'data: {"usage": {"prompt_tokens": 9}}\n\n']
+    for piece in pieces:
+        found.feed(piece)
+    found.end(Outcome(status=200, complete=True, content_type="text/event-stream"))
+    settled = settled_alone(found)
+    assert settled.record is not None
+    assert settled.capture is not None
+    assert (settled.record.prompt, settled.record.bytes) == (9, sum(map(len, pieces)))
+    assert unpack_capture(settled.capture)[4] == b"".join(pieces)
+
+
+def test_a_failed_answer_without_a_body_tells_its_status() -> None:
+    settled, _ = settle(recording(), b"", status=502)
+    assert settled.record is not None
+    assert settled.record.error_msg == "502 Bad Gateway"
 
 
 # -- store ----------------------------------------------------------------------------------------------------
@@ -217,6 +262,7 @@ def test_retention_by_number_age_and_captures(store: ActivityStore) -> None:
     store.prune(Retention(records=15, capture_bytes=500), now=21 * 86400)
     found, total = store.page(Filter(), "id", False, 99, 1)
     assert (total, [row.id for row in found if row.has_capture]) == (15, [16, 17, 18, 19, 20])
+    assert [store.capture(n) for n in (15, 16)] == [None, b"c" * 100]
     store.prune(Retention(days=3, capture_bytes=500), now=21 * 86400)
     assert store.page(Filter(), "id", False, 99, 1)[1] == 3
     assert store.capture(17) is None
@@ -255,6 +301,15 @@ def test_captures_end_with_the_service_and_records_do_not(store: ActivityStore) 
     assert not store.page(Filter(), "id", True, 1, 1)[0][0].has_capture
     store.close()
     assert b"a secret" not in store.path.read_bytes()
+
+
+def test_any_number_of_rows_is_stored_with_its_own_capture(store: ActivityStore) -> None:
+    for count in (0, 1, 9, 77):
+        rows = [(record(duration=n), b"%d" % n if n % 2 else None) for n in range(count)]
+        store.add(rows, Tally())
+        page = store.page(Filter(), "id", True, count or 1, 1)[0][::-1][-count:] if count else []
+        assert [store.capture(row.id) for row in page] == [capture for _, capture in rows]
+        assert [row.duration for row in page] == [row.duration for row, _ in rows]
 
 
 def test_a_broken_store_says_so_and_recovers(tmp_path: Path) -> None:
@@ -369,7 +424,7 @@ def test_a_store_that_fails_costs_records_not_answers(tmp_path: Path, caplog: py
             activity.record(environ()).fail(ModelNotFound("x"))
         activity.stop()
     assert len([r for r in caplog.records if "not recorded" in r.message]) <= 1
-    assert (tmp_path / "logs" / "qmflask.log").read_text().count("404") == 3
+    assert (tmp_path / "logs" / "qmflask.log").read_text().count(" 404 ") == 3
 
 
 def test_what_is_kept_by_default_and_with_a_file() -> None:

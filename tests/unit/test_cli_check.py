@@ -56,6 +56,11 @@ def test_a_file_without_models_says_how_to_add_one(tmp_path: Path, text: str) ->
     assert "qmflask init FOLDER" in result.output and result.output.endswith("0 errors, 1 warning, 0 models\n")
 
 
+def test_a_model_without_a_command(tmp_path: Path) -> None:
+    result = run("check", file(tmp_path, "models: {a: {cmdd: x}}"))
+    assert result.exit_code == 1 and "it has no cmd" in result.output and "did you mean cmd" in result.output
+
+
 def test_models_of_a_peer_are_models(tmp_path: Path) -> None:
     result = run("check", file(tmp_path, "peers: {big: {proxy: 'http://h:1', models: [x]}}"))
     assert "no models" not in result.output, result.output

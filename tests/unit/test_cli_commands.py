@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from qmflask.cli.plan import _lines as plan_lines
 from qmflask.cli.ps import lines as ps_lines
 from qmflask.cli.serve import arguments
 from qmflask.cli.service import Service
-from qmflask.cli.table import span, table
+from qmflask.cli.table import brief, span, table
 from qmflask.config import Source, load
 from qmflask.journal import Journal
 from qmflask.memory.samples import GIB, Card
+from qmflask.places import find_our_commands
 from tests.service import REPO
 
 
@@ -113,6 +115,18 @@ def test_completion_of_models_without_a_service(tmp_path: Path) -> None:
 def test_tables_and_spans() -> None:
     assert [span(s) for s in (None, 7.9, 200, 7500)] == ["-", "7s", "3m20s", "2h05m"]
     assert table(("a", "b"), [("\x1b[31m", "x")])[1] == "\\x1b[31m  x"
+
+
+def test_commands_of_this_environment_are_found_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/somewhere")
+    for _ in range(2):
+        find_our_commands()
+        assert os.environ["PATH"] == f"/somewhere:{sys.prefix}/bin"
+
+
+def test_a_failure_is_told_in_brief() -> None:
+    assert brief("a", "model a: ended with exit code 1; last log lines: x | y\nmore") == "ended with exit code 1"
+    assert brief("a", "\x1b") == "\\x1b" and brief("a", "") == ""
 
 
 def grades(findings: object) -> list[str]:

@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 LAYERS: dict[int, set[str]] = {
     0: {"errors", "states"},
     1: {"config", "names", "policy", "memory", "bodies", "headers", "usage", "http1"}
-    | {"jsonedit", "multipart", "filters"},
+    | {"jsonedit", "multipart", "filters", "captures"},
     2: {
         "store",
         "wake",
@@ -46,6 +46,8 @@ LAYERS: dict[int, set[str]] = {
         "writelock",
         "intake",
         "journal",
+        "accesslog",
+        "slots",
         "logtail",
     },
     3: {
@@ -81,6 +83,8 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("http1", "headers"),
     ("bodies", "jsonedit"),
     ("filters", "jsonedit"),
+    ("captures", "headers"),
+    ("accesslog", "journal"),
     ("policy", "config"),
     ("policy", "memory"),
     ("config", "policy"),  # the matrix's expressions are checked by the parser that will read them

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def cases(area: str) -> Any:
 
 
 def check(tokens: Tokens, expected: dict[str, Any] | None) -> None:
-    found = asdict(tokens)
+    found = tokens._asdict()
     found.pop("reported_ms")
     assert found == pytest.approx(expected if expected is not None else dict.fromkeys(found, 0))
 
@@ -142,3 +141,21 @@ def test_long_answers_are_not_kept(kind: str, kept: int) -> None:
     short = UsageReader("/x", kind)
     short.feed(b"x" * kept)
     assert len(short.body()) == kept
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("size", [1, 7, 64, 100_000])
+def test_counters_are_found_wherever_they_stand(end: str, size: int) -> None:
+    lines = ['data: {"choices": []}', 'data: {"usage": {"prompt_tokens": 4}}', ': "usage" in a comment', ""]
+    lines += [
+        'data: {"timings": {"prompt_n": 5, "predicted_n": 6}, "usage": {}}',
+        'event: "metrics"',
+        "data: [DONE]",
+        "",
+    ]
+    last = 'data: {"timings": {"prompt_n": 8, "predicted_n": 9}}'
+    text = end.join([*lines * 3, last, ""]).encode()
+    reader = UsageReader("/x", "text/event-stream")
+    for at in range(0, len(text), size):
+        reader.feed(text[at : at + size])
+    assert (reader.tokens().input_tokens, reader.tokens().output_tokens) == (8, 9)

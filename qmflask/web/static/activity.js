@@ -10,12 +10,16 @@ const COLUMNS = [
 ];
 const NUMBERS = new Set(["Prompt", "Generated", "Cached", "Tokens/s", "First byte", "Waited", "Duration"]);
 const CHARTED = 300;
+const SINCE = [[0, "any time"], [15, "last 15 minutes"], [60, "last hour"], [1440, "last day"], [10080, "last week"]];
 
 export function show(main, rest) {
-  const choice = { model: rest, sort: "id", order: "desc", page: 1, limit: 25 };
+  const choice = { model: rest, since: 0, failed: false, sort: "id", order: "desc", page: 1, limit: 25 };
   const picker = h("select", { "aria-label": "Model", onchange: () => change({ model: picker.value }) });
   const limit = h("select", { "aria-label": "Rows", onchange: () => change({ limit: Number(limit.value) }) },
     [25, 50, 100, 250].map((n) => h("option", { value: n }, `${n} rows`)));
+  const since = h("select", { "aria-label": "Since", onchange: () => change({ since: Number(since.value) }) },
+    SINCE.map(([minutes, label]) => h("option", { value: minutes }, label)));
+  const failed = h("input", { type: "checkbox", onchange: () => change({ failed: failed.checked }) });
   const totals = h("div.totals");
   const charts = h("div.charts");
   const head = h("tr");
@@ -26,7 +30,7 @@ export function show(main, rest) {
   const back = h("button", { type: "button", onclick: () => change({ page: choice.page - 1 }) }, "Newer");
   const on = h("button", { type: "button", onclick: () => change({ page: choice.page + 1 }) }, "Older");
   main.append(
-    h("div.head", h("h1", "Activity"), picker, limit),
+    h("div.head", h("h1", "Activity"), picker, since, h("label", failed, "failed only"), limit),
     h("section.panel", { "aria-label": "Totals" }, totals),
     h("section.panel", { "aria-label": "Over time" }, charts),
     h("section.panel.stack", { "aria-label": "Requests" }, table, none, h("div.pager", pages, back, on)),
@@ -69,7 +73,12 @@ export function show(main, rest) {
     const query = new URLSearchParams({ sort: choice.sort, order: choice.order, page: choice.page, limit: choice.limit });
     const newest = new URLSearchParams({ limit: CHARTED });
     const about = choice.model ? `?model=${encodeURIComponent(choice.model)}` : "";
-    for (const each of [query, newest]) if (choice.model) each.set("model", choice.model);
+    const start = choice.since ? new Date(Date.now() - choice.since * 60000).toISOString().replace(/\.\d+/, "") : "";
+    for (const each of [query, newest]) {
+      if (choice.model) each.set("model", choice.model);
+      if (start) each.set("start", start);
+    }
+    if (choice.failed) query.set("failed", "1");
     try {
       const [rows, recent, sums] = await Promise.all([
         get(`api/metrics/activity?${query}`), get(`api/metrics/activity?${newest}`), get(`api/metrics/stats${about}`),
@@ -88,8 +97,8 @@ export function show(main, rest) {
   function drawRows({ data, page, total, total_pages }) {
     none.hidden = total > 0;
     table.hidden = total === 0;
-    say(none, choice.model ? "Nothing has been asked of this model yet." : "Nothing has been asked yet. Requests show up here as soon as they end; try one under Try it.");
-    say(pages, total ? `page ${page} of ${Math.max(1, total_pages)} · ${count(total)} requests` : "");
+    say(none, nothing(choice));
+    say(pages, total ? `page ${page} of ${Math.max(1, total_pages)} · ${count(total)} request${total === 1 ? "" : "s"}` : "");
     back.disabled = page <= 1;
     on.disabled = page >= total_pages;
     once(body, data, () => data.map(row));
@@ -108,6 +117,13 @@ export function show(main, rest) {
   };
 }
 
+function nothing(choice) {
+  if (choice.failed) return choice.since || choice.model ? "No request like that has failed." : "No request has failed.";
+  if (choice.since) return "Nothing was asked in that time. Choose a longer one.";
+  if (choice.model) return "Nothing has been asked of this model yet.";
+  return "Nothing has been asked yet. Requests show up here as soon as they end; try one under Try it.";
+}
+
 function row(record) {
   const { tokens } = record;
   const cell = (label, value, more = {}) => h(NUMBERS.has(label) ? "td.num" : "td", { "data-label": label, ...more }, value);
@@ -121,12 +137,12 @@ function row(record) {
     open();
   };
   return h("tr.click", { tabIndex: 0, onclick: open, onkeydown: key },
-    cell("Time", time(record.timestamp)),
+    cell("Time", h("span.whole", time(record.timestamp))),
     cell("Model", [
       h("span.model", { title: record.model }, h(`span.key.${hue(record.model)}`, { "aria-hidden": "true" }), " ", record.model),
       record.metadata?.selector ? h("div.faint", `asked: ${record.metadata.selector}`) : null,
     ]),
-    cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break", record.error_msg.slice(0, 160)) : null)),
+    cell("Request", h("span.break", h("span.mono", record.req_path), record.error_msg ? h("div.bad-text.break.brief", record.error_msg.slice(0, 300)) : null)),
     status,
     cell("Prompt", count(tokens.input_tokens)), cell("Generated", count(tokens.output_tokens)), cell("Cached", count(tokens.cache_tokens)),
     cell("Tokens/s", rate(tokens.tokens_per_second)), cell("First byte", ms(record.first_byte_ms)), cell("Waited", ms(record.wait_ms)),

@@ -47,7 +47,7 @@ export function rate(value) {
 export function time(iso) {
   const when = new Date(iso);
   const today = new Date().toDateString() === when.toDateString();
-  const clockTime = when.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  const clockTime = when.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
   return today ? clockTime : `${when.toLocaleDateString()} ${clockTime}`;
 }
 

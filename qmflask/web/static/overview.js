@@ -92,13 +92,14 @@ function card(first) {
   const failed = h("div");
   const load = h("button.load", { type: "button", onclick: () => act(load, `api/models/load/${name(id)}`) }, "Load");
   const unload = h("button", { type: "button", onclick: () => act(unload, `api/models/unload/${name(id)}`) }, "Unload");
-  const links = h("span",
+  const release = h("button", { type: "button", title: "Others may have its room again", onclick: () => act(release, `api/models/release/${name(id)}`) }, "Release hold");
+  const links = h("span.links",
     h("a.button.plain", { href: `#logs/${encodeURIComponent(id)}`, "aria-label": `Log of ${id}` }, "Log"),
     h("a.button.plain", { href: `#plan/${encodeURIComponent(id)}`, "aria-label": `Plan for ${id}` }, "Plan"),
     h("a.button.plain", { href: `#try/${encodeURIComponent(id)}`, "aria-label": `Try ${id}` }, "Try"));
   const element = h("article.card", { "aria-label": id },
     h("div.card-head", h(`span.key.${hue(id)}`, { "aria-hidden": "true" }), h("div", title, sub), pill),
-    bar, facts, why, failed, h("div.actions", load, unload, links));
+    bar, facts, why, failed, h("div.actions", load, unload, release, links));
   element.dataset.model = id;
   let model = first;
 
@@ -126,6 +127,7 @@ function card(first) {
       factsOf(model, gone).map(([label, value]) => h("span", label, label && " ", h("b", value))));
     say(why, whyOf(model, gone));
     why.hidden = !why.textContent;
+    release.hidden = !(model.hold && model.hold - gone > 0);
     if (model.state === "starting") drawProgress(bar, model, gone);
   }
 
@@ -149,6 +151,7 @@ function factsOf(model, gone) {
   if (model.idle !== null && model.idle !== undefined) facts.push(["idle for", clock(model.idle + gone)]);
   if (model.ttl_left !== undefined && !model.inflight) facts.push(["unloads in", clock(model.ttl_left - gone)]);
   if (model.hold && model.hold - gone > 0) facts.push(["held for its tool call", clock(model.hold - gone)]);
+  if (model.used && model.state !== "starting" && !model.inflight && model.idle == null) facts.push(["last used", ago(model.used, gone)]);
   if (model.usual_load && (model.state === "stopped" || model.state === "failed")) facts.push(["loads in", span(model.usual_load)]);
   return facts;
 }
@@ -168,11 +171,16 @@ function whyOf(model, gone) {
     return left > 0 ? `Not tried again for ${clock(left)}; Load tries at once.` : "The next request tries again.";
   }
   if (!model.stop) return "";
-  const ago = model.stop.wall ? Math.max(0, box.status.now - model.stop.wall) + gone : null;
   const code = model.stop.exit_code;
   // A reason that tells of the exit names the code itself.
   const exit = code && !/exit|signal/.test(model.stop.reason) ? `, exit code ${code}` : "";
-  return `Last stop${ago === null ? "" : ` ${span(Math.round(ago / 5) * 5 || 1)} ago`}: ${model.stop.reason}${exit}`;
+  return `Last stop${model.stop.wall ? ` ${ago(model.stop.wall, gone)}` : ""}: ${model.stop.reason}${exit}`;
+}
+
+/** How long ago a wall time of the service's clock is, in steps of five seconds: a text that changes is read aloud. */
+function ago(wall, gone) {
+  const seconds = Math.max(0, box.status.now - wall) + gone;
+  return `${span(Math.round(seconds / 5) * 5 || 1)} ago`;
 }
 
 function failureBox(failure) {

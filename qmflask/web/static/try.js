@@ -104,7 +104,7 @@ function chat(model) {
   const fresh = h("button.plain", { type: "button", onclick: clear }, "New chat");
   const element = h("div.stack", h("section.panel.stack", none, list),
     h("section.panel.composer", { "aria-label": "Message" }, text, thumbs,
-      h("div.row", go, halt, h("label.button", { htmlFor: "attach" }, "Attach image"), file, system, h("label", "tokens at most", limit), fresh)));
+      h("div.row", go, halt, file, h("label.button", { htmlFor: "attach" }, "Attach image"), system, h("label", "tokens at most", limit), fresh)));
   let images = [];
   let abort = null;
 
@@ -302,7 +302,9 @@ function rerank(model) {
     const results = (answer.results ?? answer.data ?? []).map((item) => [item.index, Number(item.relevance_score ?? item.score ?? 0)]);
     if (!results.length) return h("pre.json", JSON.stringify(answer, null, 2).slice(0, 5000));
     const scores = results.map(([, score]) => score);
-    const [low, high] = [Math.min(...scores), Math.max(...scores)];
+    // Probabilities are what they are; other scores say only which is higher.
+    const probable = scores.every((score) => score >= 0 && score <= 1);
+    const [low, high] = probable ? [0, 1] : [Math.min(...scores), Math.max(...scores)];
     const given = texts();
     return h("div.stack", results.sort((a, b) => b[1] - a[1]).map(([index, score]) => {
       const bar = h("div.scorebar");

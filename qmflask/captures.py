@@ -1,0 +1,75 @@
+"""What is kept of a request and its answer to be looked at later: which parts, without keys, in one packed piece."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from functools import lru_cache
+
+import orjson
+
+from qmflask.headers import Header
+
+REDACTED = "[REDACTED]"
+SENSITIVE = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key"})
+#: Captures above this size are worth packing.
+_PACK_ABOVE = 4096
+
+#: path -> (keep the request's body, keep the answer's body); everything else keeps both (compatibility 6.3).
+_KEEPS = {
+    "/v1/audio/speech": (True, False),
+    "/v1/audio/voices": (False, True),
+    "/v1/audio/transcriptions": (False, True),
+    "/v1/images/generations": (True, False),
+    "/v1/images/edits": (False, False),
+    "/sdapi/v1/txt2img": (True, False),
+    "/sdapi/v1/img2img": (False, False),
+}
+
+
+def keeps(path: str) -> tuple[bool, bool]:
+    """Whether the bodies of requests and of answers of a path are kept."""
+    return _KEEPS.get(path, (True, True))
+
+
+def redacted(headers: list[Header], without: str = "") -> dict[str, str]:
+    """One value per header, the first, with keys and cookies hidden; `without` leaves a header out."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        lower = _lower(name)
+        if name not in found and lower != without:
+            found[name] = REDACTED if lower in SENSITIVE else value
+    return found
+
+
+_lower = lru_cache(512)(str.lower)
+
+
+def pack_capture(
+    path: str, request_headers: Mapping[str, str], request: bytes, answer_headers: Mapping[str, str], answer: bytes
+) -> bytes:
+    """A capture as stored: a flag byte, then (perhaps packed) a JSON head with lengths, and both bodies."""
+    head = orjson.dumps([path, request_headers, len(request), answer_headers, len(answer)])
+    body = len(head).to_bytes(4, "big") + head + request + answer
+    return b"z" + zlib.compress(body, 1) if len(body) > _PACK_ABOVE else b"-" + body
+
+
+def unpack_capture(data: bytes) -> tuple[str, dict[str, str], bytes, dict[str, str], bytes]:
+    """What `pack_capture` was given."""
+    body = zlib.decompress(data[1:]) if data[:1] == b"z" else data[1:]
+    end = 4 + int.from_bytes(body[:4], "big")
+    path, request_headers, length, answer_headers, _ = orjson.loads(body[4:end])
+    return path, request_headers, body[end : end + length], answer_headers, body[end + length :]
+
+
+def decoded(body: bytes, coding: str, limit: int) -> bytes:
+    """A body without its content coding; empty if it cannot be read, or only as more than `limit` bytes."""
+    coding = coding.strip().lower()
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        return body
+    decoder = zlib.decompressobj(31 if "gzip" in coding else 15)
+    try:
+        plain = decoder.decompress(body, limit)
+    except zlib.error:
+        return b""
+    return b"" if decoder.unconsumed_tail else plain
