@@ -115,6 +115,23 @@ def test_forced_second_leader_while_the_first_stands_before_its_spawn(crashing: 
     assert db_leader(service) == leader
 
 
+def test_a_leader_whose_tick_hangs_resigns_and_does_no_harm_afterwards(crashing: Crashing) -> None:
+    service = crashing.service
+    name = other_model(service)
+    before = len(service.events("start", name))
+    deposed = service.log().count("no longer leading")
+    crashing.plan("stopping", name="HANG")
+    reply, _ = persistent_chat(service, name, timeout=25)
+    assert reply.text == f"I am {name}."
+    (hung,) = crashing.struck()
+    assert db_leader(service) not in (None, hung)
+    assert "the scheduler's tick hangs for 3 s: resigning" in service.log()
+    eventually(lambda: service.log().count("no longer leading") > deposed, "its next write is refused")
+    assert lives(hung), "it is a worker like any other"
+    assert len(service.events("start", name)) == before + 1
+    assert overlaps(service.events(), 1) == []
+
+
 def test_stopped_leader_is_replaced_and_killed(crashing: Crashing) -> None:
     service = crashing.service
     crashing.plan("nowhere")

@@ -202,6 +202,20 @@ def test_kept_models_are_adopted_by_the_next_start_and_preloaded_once(start_serv
     assert service.post("/api/config/reload").status == 200
 
 
+def test_a_preload_goes_on_under_the_next_leader(start_service: StartService) -> None:
+    def config(service: Service) -> dict[str, Any]:
+        given = config_of(service, "alpha", "beta", hooks={"on_startup": {"preload": ["alpha", "beta"]}})
+        given["models"]["alpha"]["cmd"] = service.fake("alpha", load_time=1)
+        return given
+
+    service = start_service(config, workers=2)
+    service.wait_event("start", "alpha")
+    os.kill(service.leader(), signal.SIGKILL)
+    eventually(lambda: len(service.events("ready")) == 2, "both are loaded")
+    eventually(lambda: {row["state"] for row in service.running()} == {"ready"}, "and known to be")
+    assert [event["name"] for event in service.events("start")] == ["alpha", "beta"], "each once, in list order"
+
+
 PLAIN = """
 worker_class = "gthread"
 graceful_timeout = 30

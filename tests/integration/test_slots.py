@@ -26,9 +26,12 @@ def test_streams_and_waiters_take_slots_and_the_rest_goes_on(start_service: Star
         streams = [
             stack.enter_context(service.stream("alpha", headers={**endless, "X-Request-Id": name})) for name in names
         ]
-        waiting = [pool.submit(service.chat, "beta") for _ in range(2)]
+        asked = ("1", "90000")
+        waiting = [pool.submit(service.chat, "beta", headers={"X-QM-Patience-Ms": ms}) for ms in asked]
         queued = "SELECT 1 FROM requests WHERE state = 'queued'"
         eventually(lambda: len(service.query(queued)) == 2, "two more wait for their model")
+        patience = "SELECT (patience_at - arrival) / 1000000 FROM requests WHERE state = 'queued'"
+        assert sorted(service.query(patience)) == [(60_000,), (90_000,)], "a header asks for longer patience only"
         reply = service.chat("alpha")
         assert (reply.status, reply.code) == (503, "overloaded")
         assert reply.header("Retry-After")

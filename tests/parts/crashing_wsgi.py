@@ -1,5 +1,7 @@
 """qmflask whose processes strike themselves where the file `CRASH_PLAN` says: `point times signal`.
 
+The signal HANG is none: the thread stands still for a while.
+
 Points are reached right after the commit of a phase of a swap (`draining`, `stopping`, `reclaim`, `probing`, `ready`),
 after the row says `starting` but before the spawn (`before-spawn`), after the spawn but before its pid is committed
 (`after-spawn`), or inside a write transaction of a worker that does not lead (`in-transaction`). Each blow is a line
@@ -23,6 +25,8 @@ from qmflask.states import Phase, State
 from qmflask.store import Store, scheduling
 
 PLAN = Path(os.environ["CRASH_PLAN"])
+#: Longer than a leader may hang, in seconds.
+HANG = 5.0
 
 _due: set[str] = set()
 
@@ -38,6 +42,9 @@ def strike(point: str) -> None:
         return
     with struck.open("a") as file:
         file.write(f"{os.getpid()}\n")
+    if name == "HANG":
+        time.sleep(HANG)
+        return
     os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
     time.sleep(0.5)  # another thread may have taken the signal: we must not run on before it reaches us
 
