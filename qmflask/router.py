@@ -437,6 +437,8 @@ class Router:
             self._mailbox.close()
             self._mailbox = Mailbox(self.state / "wake", self.worker)
         self._roster.enter()
+        if self._draining:
+            admission.set_draining(self._store, self.worker)
         self._configuration.refresh(self._store)
         self._desk.reconcile()
 
