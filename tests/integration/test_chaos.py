@@ -12,7 +12,7 @@ from tests.storm import Storm
 @pytest.mark.parametrize("seed", [5])
 def test_storm(tmp_path: Path, seed: int) -> None:
     storm = Storm(tmp_path / "storm", seed)
-    problems = storm.run(20, every=0.7)
+    problems = storm.run(12, every=0.7)
     print(storm.figures())
     print(storm.service.log()[-20_000:])
     assert problems == []

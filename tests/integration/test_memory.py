@@ -105,7 +105,7 @@ def highest_booking(service: Service) -> int:
 def test_booked_memory_never_exceeds_the_budget(serve: Serve) -> None:
     sizes = dict(zip("abcdefgh", (2, 3, 4, 5, 6, 7, 3, 2.5), strict=True))
     service = serve(sizes, budget=12, workers=4, flags={"release_delay": 0.06})
-    rounds = int(os.environ.get("QM_TEST_ROUNDS", "250"))
+    rounds = int(os.environ.get("QM_TEST_ROUNDS", "120"))
     chance = random.Random(3)
     names = [chance.choice(list(sizes)) for _ in range(rounds)]
     with ThreadPoolExecutor(8) as pool:

@@ -229,7 +229,7 @@ def worlds(draw: st.DrawFn) -> tuple[GroupPolicy, list[GroupRule], dict[str, Siz
     return policy, groups, sizes, draw(st.sampled_from(MODELS)), running, draw(ceiling), draw(ceiling)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds())
 def test_properties(world: tuple[GroupPolicy, list[GroupRule], dict[str, Sizes], str, list[str], Any, Any]) -> None:
     policy, groups, sizes, target, running, vram_ceiling, ram_ceiling = world
@@ -270,7 +270,7 @@ def test_properties(world: tuple[GroupPolicy, list[GroupRule], dict[str, Sizes],
         assert total <= cap or not stoppable
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds())
 def test_where_nothing_is_refused_the_budget_holds(
     world: tuple[GroupPolicy, list[GroupRule], dict[str, Sizes], str, list[str], Any, Any],
