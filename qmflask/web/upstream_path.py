@@ -151,7 +151,7 @@ def _pinned(router: Router, live: Live, rest: str) -> str:
 def _not_found(live: Live, rest: str, meant: str) -> NotFound:
     """The error for a path that begins with no model; `meant` is the path once the profile has had its say."""
     text = f"model not found: no model is named by {unquote(rest)[:200]!r}"
-    first = unquote(meant.split("/")[1])
+    first = unquote(meant.lstrip("/").partition("/")[0])  # `/upstream%2F` leaves nothing at all
     if first in live.config.selectors:
         text += f"; {first[:200]!r} is a selector, which chooses for requests that name it in their body or query"
     return NotFound(text, param="model")

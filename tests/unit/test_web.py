@@ -13,7 +13,7 @@ from qmflask.config import ApiKey, Config, Model
 from qmflask.errors import BadRequest, Forbidden, Unauthorized
 from qmflask.names import Names
 from qmflask.relay import Outcome
-from qmflask.web import auth, request_id
+from qmflask.web import auth, request_id, upstream_path
 from qmflask.web.answers import preflight, redirect
 from qmflask.web.raw import cleaned, raw_path
 from qmflask.web.sending import join, rename_in_query
@@ -238,3 +238,10 @@ def test_request_ids_are_sane_and_logged(caplog: pytest.LogCaptureFixture) -> No
 def test_only_work_shows_that_a_model_is_loaded(method: str, outcome: Outcome | None, worked: bool) -> None:
     visit = SimpleNamespace(environ={"REQUEST_METHOD": method})
     assert Visit._answered(visit, outcome) is worked  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rest", ["", "/", "//", "/no such", "/%2f/x"])
+def test_paths_that_name_no_model_are_not_found(rest: str) -> None:
+    live = SimpleNamespace(config=Config())
+    error = upstream_path._not_found(live, rest, rest)  # type: ignore[arg-type]
+    assert error.status == 404 and "no model is named" in error.message
