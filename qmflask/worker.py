@@ -154,10 +154,12 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             result.set_result(again)
             self.method_queue.defer(self.finish_request, conn, result)
             return
-        conn.close(graceful=True)
-        self._ended.append(None)
-        if not self._accepting:  # full, or draining: the main thread waits for this
-            self.method_queue.defer(_nothing)
+        try:
+            conn.close(graceful=True)
+        finally:  # a socket that is closed already cannot be closed gracefully; its place is free all the same
+            self._ended.append(None)
+            if not self._accepting:  # full, or draining: the main thread waits for this
+                self.method_queue.defer(_nothing)
 
 
 class Threads:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
-from qmflask.worker import Threads
+from qmflask.worker import Threads, Worker
 
 WAIT = 20
 
@@ -98,3 +99,16 @@ def test_shutdown_ends_idle_threads_at_once_and_busy_ones_after_their_job(jobs: 
     for thread in ours:
         thread.join(WAIT)
         assert not thread.is_alive()
+
+
+def test_a_connection_that_cannot_be_closed_frees_its_place() -> None:
+    class Broken:
+        def close(self, graceful: bool = False) -> None:
+            raise OSError("closed already")
+
+    worker = Worker.__new__(Worker)
+    worker._ended, worker._accepting = deque(), True
+    worker.handle = lambda conn: False
+    with pytest.raises(OSError, match="closed already"):
+        worker._serve(Broken())
+    assert len(worker._ended) == 1, "else the worker would be one short for ever, and never end a drain"
