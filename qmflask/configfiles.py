@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from qmflask.config import Config, ConfigError, Loaded, Problem, Source, load
-from qmflask.config.yaml12 import MAX_TEXT
+from qmflask.config import Config, ConfigError, Loaded, Problem, Source
+from qmflask.config.report import MAX_TEXT
 
 _SUFFIXES = (".yml", ".yaml")
 
@@ -43,6 +43,8 @@ def read_sources(path: str | os.PathLike[str], config_dir: str | os.PathLike[str
 
 def load_path(path: str | os.PathLike[str], environ: Mapping[str, str], *, strict: bool = False) -> Loaded:
     """Read and load in one, asking the file system about `store.path` too. Raises ConfigError."""
+    from qmflask.config import load  # and only now what it needs
+
     return load(read_sources(path), environ, strict=strict, path_fault=path_fault)
 
 

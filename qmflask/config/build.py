@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from qmflask.config import namespace
@@ -62,7 +63,7 @@ def _placed(model: Model, chosen: Route) -> Model:
     if model.id not in chosen.group_of:
         return model
     name, group = chosen.group_of[model.id]
-    return model.model_copy(update={"group": name, "pool": group.pool, "displace": model.displace and group.displace})
+    return replace(model, group=name, pool=group.pool, displace=model.displace and group.displace)
 
 
 def floor_health(seconds: int) -> int:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
-from pydantic.alias_generators import to_camel
-
+from qmflask.config import plain
 from qmflask.config.command import split_command
 from qmflask.config.go_regex import compile_go
 from qmflask.config.units import GIB
@@ -29,13 +28,8 @@ class LaunchError(ValueError):
     """Raised when a model cannot be started as configured: empty command, or no address to reach it."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, alias_generator=to_camel, populate_by_name=True, ser_json_inf_nan="constants"
-    )
-
-
-class Launch(_Frozen):
+@dataclass(frozen=True)
+class Launch:
     """How to start and reach one model at one port.
 
     `env` holds only the model's own variables; the caller adds them to the inherited environment. `check_url` is None
@@ -50,15 +44,17 @@ class Launch(_Frozen):
     check_host: str | None = None
 
 
-class Filters(_Frozen):
+@dataclass(frozen=True)
+class Filters:
     """How request bodies are edited: keys are paths, and are applied in this order (compatibility 1.5)."""
 
     strip_params: tuple[str, ...] = ()
-    set_params: dict[str, Any] = {}
-    set_params_by_id: dict[str, dict[str, Any]] = {}
+    set_params: dict[str, Any] = field(default_factory=dict)
+    set_params_by_id: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Timeouts(_Frozen):
+@dataclass(frozen=True)
+class Timeouts:
     """Upstream timeouts in seconds; 0 = no limit."""
 
     connect: int = 30
@@ -69,13 +65,15 @@ class Timeouts(_Frozen):
     idle_conn: int = 90
 
 
-class Compat(_Frozen):
+@dataclass(frozen=True)
+class Compat:
     """Exceptions for upstreams that need them."""
 
     ignore_websockets: bool = False
 
 
-class Capabilities(_Frozen):
+@dataclass(frozen=True)
+class Capabilities:
     """What a model takes and gives."""
 
     in_: tuple[str, ...] = ()
@@ -85,14 +83,16 @@ class Capabilities(_Frozen):
     context: int = 0
 
 
-class Warmup(_Frozen):
+@dataclass(frozen=True)
+class Warmup:
     """A request that must succeed before the model counts as ready: POST with a body, GET without."""
 
     path: str
     body: Any = None
 
 
-class Model(_Frozen):
+@dataclass(frozen=True)
+class Model:
     """One model with effective values; `cmd`, `cmd_stop`, `proxy`, `check_endpoint` and `env` are at the nominal port.
 
     The `*_template` fields are the same before `${PORT}` is filled in (`cmd_stop` also keeps `${PID}`).
@@ -123,7 +123,7 @@ class Model(_Frozen):
     use_model_name: str = ""
     concurrency_limit: int = 0
     filters: Filters = Filters()
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = field(default_factory=dict)
     capabilities: Capabilities = Capabilities()
     send_loading_state: LoadingState = False
     timeouts: Timeouts = Timeouts()
@@ -138,7 +138,7 @@ class Model(_Frozen):
     group: str = DEFAULT_GROUP
     pool: str = "vram"
 
-    def model_post_init(self, _context: Any, /) -> None:
+    def __post_init__(self) -> None:
         """Fill in the templates and the hash of a model that was built by hand, as tests do."""
         for name in ("cmd", "cmd_stop", "proxy", "env", "check_endpoint"):
             if getattr(self, f"{name}_template") is None:
@@ -203,7 +203,8 @@ def check_address(proxy: str, endpoint: str) -> tuple[str | None, str | None]:
     return f"{base.scheme}://{base.netloc}{endpoint}", host
 
 
-class Group(_Frozen):
+@dataclass(frozen=True)
+class Group:
     """One group; `members` are model ids in file order."""
 
     swap: bool = True
@@ -214,15 +215,17 @@ class Group(_Frozen):
     members: tuple[str, ...] = ()
 
 
-class Matrix(_Frozen):
+@dataclass(frozen=True)
+class Matrix:
     """The matrix router's settings: sets in definition order, costs by model id."""
 
     sets: tuple[tuple[str, str], ...] = ()
-    vars: dict[str, str] = {}
-    evict_costs: dict[str, int] = {}
+    vars: dict[str, str] = field(default_factory=dict)
+    evict_costs: dict[str, int] = field(default_factory=dict)
 
 
-class ApiKey(_Frozen):
+@dataclass(frozen=True)
+class ApiKey:
     """One accepted key: `models` are globs over names; a key without restrictions is an admin's."""
 
     key: str
@@ -231,7 +234,8 @@ class ApiKey(_Frozen):
     admin: bool = True
 
 
-class Peer(_Frozen):
+@dataclass(frozen=True)
+class Peer:
     """Another host whose models are offered here as `peer/model`."""
 
     id: str
@@ -242,7 +246,8 @@ class Peer(_Frozen):
     timeouts: Timeouts = Timeouts(response_header=60)
 
 
-class Selector(_Frozen):
+@dataclass(frozen=True)
+class Selector:
     """A name that chooses among targets per request; targets stay as written."""
 
     id: str
@@ -252,19 +257,21 @@ class Selector(_Frozen):
     name: str = ""
     description: str = ""
     unlisted: bool = False
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
-class Profile(_Frozen):
+@dataclass(frozen=True)
+class Profile:
     """Pins names to targets while it is active; an empty target disables the name."""
 
     description: str = ""
-    pins: dict[str, str] = {}
+    pins: dict[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
     default_model: str = ""
 
 
-class Store(_Frozen):
+@dataclass(frozen=True)
+class Store:
     """Where activity is kept: in memory without a path."""
 
     path: str | None = None
@@ -272,38 +279,42 @@ class Store(_Frozen):
     max_mb: int = 0
 
 
-class Performance(_Frozen):
+@dataclass(frozen=True)
+class Performance:
     """Sampling of host and GPU figures; `every` is in seconds."""
 
     disabled: bool = False
     every: float = 5
 
 
-class UiActivity(_Frozen):
+@dataclass(frozen=True)
+class UiActivity:
     """Which request headers the page shows as session ids."""
 
     session_id: tuple[str, ...] = ("X-Session-ID", "X-Litellm-Session-Id")
 
 
-class Ui(_Frozen):
+@dataclass(frozen=True)
+class Ui:
     """Settings of the web page."""
 
     activity: UiActivity = UiActivity()
 
 
-class Config(_Frozen):
+@dataclass(frozen=True)
+class Config:
     """The whole configuration. Equal files give equal objects; `to_json` and `from_json` round-trip exactly."""
 
-    models: dict[str, Model] = {}
-    groups: dict[str, Group] = {DEFAULT_GROUP: Group()}
+    models: dict[str, Model] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=lambda: {DEFAULT_GROUP: Group()})
     router: Literal["group", "matrix"] = "group"
     matrix: Matrix | None = None
-    priority: dict[str, int] = {}
+    priority: dict[str, int] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
     api_keys: tuple[ApiKey, ...] = ()
-    peers: dict[str, Peer] = {}
-    selectors: dict[str, Selector] = {}
-    profiles: dict[str, Profile] = {}
+    peers: dict[str, Peer] = field(default_factory=dict)
+    selectors: dict[str, Selector] = field(default_factory=dict)
+    profiles: dict[str, Profile] = field(default_factory=dict)
     default_model: str = ""
     return_after: float = 300
 
@@ -343,12 +354,12 @@ class Config(_Frozen):
 
     def to_json(self) -> bytes:
         """The resolved configuration as JSON; holds keys and environment values, so the file must be private."""
-        return self.__pydantic_serializer__.to_json(self, by_alias=False)
+        return plain.dump(self)
 
     @classmethod
     def from_json(cls, data: bytes) -> Config:
         """What `to_json` made. Raises ValueError on anything else."""
-        return cls.model_validate_json(data)
+        return plain.load(cls, data)
 
     @cached_property
     def _ignored(self) -> tuple[Any, ...]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from qmflask.config.resolved import ApiKey, Config, Filters, Group, LaunchError, Model, Peer, Profile, Selector
+from qmflask.config.resolved import (
+    ApiKey,
+    Compat,
+    Config,
+    Filters,
+    Group,
+    LaunchError,
+    Model,
+    Peer,
+    Profile,
+    Selector,
+    Timeouts,
+)
 from qmflask.config.units import gib, show_duration
 
 #: Stands for a secret where secrets are not shown.
@@ -111,10 +124,10 @@ def _model(model: Model, secrets: bool) -> dict[str, Any]:
         "metadata": model.metadata,
         "capabilities": _capabilities(model),
         "sendLoadingState": model.send_loading_state,
-        "timeouts": model.timeouts.model_dump(by_alias=True),
-        "compat": model.compat.model_dump(by_alias=True),
+        "timeouts": _by_alias(model.timeouts),
+        "compat": _by_alias(model.compat),
         "upstreamKey": model.upstream_key if secrets or not model.upstream_key else HIDDEN,
-        "warmup": model.warmup.model_dump() if model.warmup else None,
+        "warmup": asdict(model.warmup) if model.warmup else None,
         "hold": model.hold,
         "holdMs": model.hold_ms,
         "patienceMs": model.patience_ms,
@@ -153,8 +166,12 @@ def _filters(filters: Filters) -> dict[str, Any]:
     }
 
 
+def _by_alias(section: Timeouts | Compat) -> dict[str, Any]:
+    return {to_camel(name): value for name, value in asdict(section).items()}
+
+
 def _group(group: Group) -> dict[str, Any]:
-    return {**group.model_dump(), "members": list(group.members)}
+    return {**asdict(group), "members": list(group.members)}
 
 
 def _matrix(config: Config) -> dict[str, Any] | None:
@@ -171,7 +188,7 @@ def _peer(peer: Peer, secrets: bool) -> dict[str, Any]:
         "models": list(peer.models),
         "apiKey": peer.api_key if secrets or not peer.api_key else HIDDEN,
         "filters": _filters(peer.filters),
-        "timeouts": peer.timeouts.model_dump(by_alias=True),
+        "timeouts": _by_alias(peer.timeouts),
     }
 
 

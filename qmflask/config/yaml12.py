@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from qmflask.config.problems import Mark, Problems, shown
+from qmflask.config.report import MAX_TEXT
 
 #: Nested collections deeper than this are refused; no sane file has a tenth of it.
 MAX_DEPTH = 100
@@ -22,8 +23,6 @@ MAX_DEPTH = 100
 MAX_NODES = 100_000
 #: Longest single value; the kernel takes no longer argument either.
 MAX_VALUE = 128 * 1024
-#: Longest text of one file, in characters.
-MAX_TEXT = 32 * 1024 * 1024
 
 _TAG = "tag:yaml.org,2002:"
 _WORDS: dict[str, Any] = {

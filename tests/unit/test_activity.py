@@ -21,6 +21,7 @@ from qmflask.accesslog import LineStyle
 from qmflask.activity import Activity, Surroundings, gpu_readings, retention
 from qmflask.captures import decoded, pack_capture, unpack_capture
 from qmflask.config import Config
+from qmflask.config.resolved import Store
 from qmflask.errors import ClientGone, ModelNotFound, UpstreamUnreachable
 from qmflask.journal import Journal, JournalHandler, ServiceLog, level_of, one_line, timestamp
 from qmflask.recording import Recording, settle_all
@@ -416,7 +417,7 @@ def test_the_recorder_writes_what_has_ended_and_the_rest_at_its_end(tmp_path: Pa
 
 
 def test_a_store_that_fails_costs_records_not_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = Config.model_validate({"log_to_stdout": "none", "store": {"path": str(tmp_path / "missing" / "a.db")}})
+    config = Config(log_to_stdout="none", store=Store(path=str(tmp_path / "missing" / "a.db")))
     activity = recorder(tmp_path, config)
     with caplog.at_level(logging.WARNING):
         activity.start()
@@ -429,7 +430,7 @@ def test_a_store_that_fails_costs_records_not_answers(tmp_path: Path, caplog: py
 
 def test_what_is_kept_by_default_and_with_a_file() -> None:
     assert retention(Config()) == Retention(records=1000, capture_bytes=5 * MEGABYTE)
-    kept = Config.model_validate({"store": {"path": "/x.db", "keep_days": 30, "max_mb": 100}, "capture_buffer": -1})
+    kept = Config(store=Store(path="/x.db", keep_days=30, max_mb=100), capture_buffer=-1)
     assert retention(kept) == Retention(days=30, bytes=100 * MEGABYTE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from qmflask.config import environment
@@ -16,6 +16,7 @@ from qmflask.config.expand import Expanded, expand
 from qmflask.config.lint import lint
 from qmflask.config.merge import merge_files
 from qmflask.config.problems import ConfigError, Mark, Path, Problem, Problems, shown, shown_path
+from qmflask.config.report import Loaded, Report, Source
 from qmflask.config.resolved import Config
 from qmflask.config.schema import Section
 from qmflask.config.yaml12 import Map, Node, Seq, YamlError, locate
@@ -25,31 +26,6 @@ from qmflask.config.yaml12 import build as build_tree
 _SECRET = re.compile("key|token|secret|passw", re.IGNORECASE)
 #: What may ask the file system about `store.path`; see `qmflask.configfiles.path_fault`.
 PathFault = Callable[[str], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The text of one file; `name` is its path as messages show it."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A configuration that can be used, and what is probably not meant in it."""
-
-    config: Config
-    warnings: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Everything found in the files. `config` is the best that could be made of them, also beside errors."""
-
-    config: Config | None
-    errors: tuple[Problem, ...]
-    warnings: tuple[Problem, ...]
 
 
 def load(
