@@ -71,6 +71,14 @@ def fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
     return tuple((name, stats.st_mtime_ns, stats.st_ino, stats.st_size) for name, stats in found)
 
 
+def mark_of(path: str | os.PathLike[str]) -> str:
+    """The fingerprint as text, "" while it cannot be taken (an editor is renaming the file)."""
+    try:
+        return repr(fingerprint(path))
+    except OSError:
+        return ""
+
+
 def resolved_path(folder: str | os.PathLike[str], generation: int) -> Path:
     """Where the resolved configuration of a generation is kept."""
     return Path(folder) / f"config-{generation}.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from pathlib import Path
 
 from qmflask import processes
 from qmflask.config import Config, ConfigError, Loaded
-from qmflask.configfiles import fingerprint, forget_resolved, load_path, read_resolved, write_resolved
+from qmflask.configfiles import forget_resolved, mark_of, read_resolved, write_resolved
+from qmflask.configreader import ConfigReader, Turn
 from qmflask.names import Names
 from qmflask.policy.rules import Rules, make_rules
 from qmflask.processes import Identity
@@ -45,6 +45,7 @@ class Configuration:
         self.master = ""
         self._seen = ""
         self._doubted = ""
+        self._reading: ConfigReader | None = None
         self._next_look = 0
 
     @property
@@ -53,29 +54,38 @@ class Configuration:
         assert self._live is not None, "boot() comes first"
         return self._live
 
-    def boot(self, store: Store, master: str) -> Live:
+    def boot(self, store: Store, master: str, turn: Turn | None = None) -> Live:
         """Take up what is published for this master, else publish the source; raises ConfigError for a bad source.
 
         A worker forked again under the same master must come up though the file has been broken meanwhile; a new
-        master must not start with a file that its user will not find in force.
+        master must not start with a file that its user will not find in force. `turn`: maybe begun already.
         """
         self.master = master
+        with turn or Turn(self._state) as mine:
+            return self._published(store) or self._publish_first(store, mine.reader)
+
+    def _published(self, store: Store) -> Live | None:
+        """What a worker of our master has published, if it can still be read."""
         with store.read() as tx:
             row = reading.scheduler(tx)
-        if row.config_generation and row.master == master:
-            try:
-                return self.take_up(store, row.config_generation)
-            except (OSError, ValueError) as error:
-                log.warning(
-                    "the resolved configuration %d is lost (%s): reading %s", row.config_generation, error, self.source
-                )
+        if not row.config_generation or row.master != self.master:
+            return None
+        try:
+            return self.take_up(store, row.config_generation)
+        except (OSError, ValueError) as error:
+            log.warning("the resolved configuration %d is lost (%s)", row.config_generation, error)
+            return None
+
+    def _publish_first(self, store: Store, reader: ConfigReader | None) -> Live:
+        with store.read() as tx:
+            row = reading.scheduler(tx)
         self._refuse_to_share(row)
-        mark = self._mark()
-        loaded = load_path(self.source, os.environ)
-        while self._publish(store, row.config_generation, mark, loaded, master) is None:
+        reader = reader or ConfigReader(self.source)
+        loaded = reader.result()
+        while self._publish(store, row.config_generation, reader.mark, loaded, self.master) is None:
             with store.read() as tx:
                 row = reading.scheduler(tx)
-            if row.master == master:
+            if row.master == self.master:
                 break
         with store.read() as tx:
             generation = reading.scheduler(tx).config_generation
@@ -125,29 +135,40 @@ class Configuration:
             return reading.learned_sizes(tx)
 
     def look(self, store: Store, now: int) -> str | None:
-        """The leader's look at the source, once a second: publishes a changed and valid one.
+        """The leader's look at the source, once a second: has a changed one read, and publishes it if it is valid.
 
         Returns an error text when a changed file is not valid, "" when the newest file is in force, None when there
         was nothing to do. A file that is wrong on its first second may be half written: it is judged on the next.
         """
-        if now < self._next_look:
-            return None
-        self._next_look = now + SECOND
-        mark = self._mark()
-        if mark in ("", self._seen):
-            return None
+        if self._reading is not None:
+            if not self._reading.done():
+                return None
+            reader, self._reading = self._reading, None
+            return self._take(store, reader, patient=True)
+        if now >= self._next_look:
+            self._next_look = now + SECOND
+            mark = mark_of(self.source)
+            if mark not in ("", self._seen) and not self._is_in_force(store, mark):
+                self._reading = ConfigReader(self.source)
+        return None
+
+    def _is_in_force(self, store: Store, mark: str) -> bool:
         with store.read() as tx:
             row = reading.scheduler(tx)
-        if mark == row.config_fingerprint and row.config_error is None:
-            self._seen = mark  # another worker has published it
-            return None
-        return self.reload(store, patient=True)
+        if mark != row.config_fingerprint or row.config_error is not None:
+            return False
+        self._seen = mark  # another worker has published it
+        return True
 
-    def reload(self, store: Store, *, patient: bool = False) -> str | None:
-        """Validate the source and publish it; returns "" or the error. `patient` gives a wrong file one second more."""
-        mark = self._mark()
+    def reload(self, store: Store) -> str | None:
+        """Validate the source and publish it; returns "" or the error."""
+        return self._take(store, ConfigReader(self.source), patient=False)
+
+    def _take(self, store: Store, reader: ConfigReader, *, patient: bool) -> str | None:
+        """Publish what was read. `patient` gives a wrong file one second more."""
+        mark = reader.mark
         try:
-            loaded = load_path(self.source, os.environ)
+            loaded = reader.result()
         except ConfigError as error:
             if patient and self._doubted != mark:
                 self._doubted = mark
@@ -169,19 +190,12 @@ class Configuration:
         if generation == 0:
             log.warning("the state store is new: publishing configuration %d again", live.generation)
             write_resolved(self._state, live.generation, live.config)
-            mark, source = self._seen or self._mark(), str(self.source)
+            mark, source = self._seen or mark_of(self.source), str(self.source)
             generation = admission.publish_configuration(store, 0, mark, self.master, source, live.generation) or 0
         if generation == 0:  # somebody else was faster
             with store.read() as tx:
                 generation = reading.scheduler(tx).config_generation
         return generation
-
-    def _mark(self) -> str:
-        """The source's fingerprint as text, "" while it cannot be read (an editor is renaming it)."""
-        try:
-            return repr(fingerprint(self.source))
-        except OSError:
-            return ""
 
     def _publish(self, store: Store, generation: int, mark: str, loaded: Loaded, master: str | None) -> int | None:
         write_resolved(self._state, generation + 1, loaded.config)

@@ -7,6 +7,7 @@ Command line flags and GUNICORN_CMD_ARGS win. With another number of threads giv
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -67,6 +68,16 @@ control_socket_disable = True
 
 
 # Imports stand inside the hooks: this module is read by the master, which needs none of the application until then.
+def post_fork(server: Any, worker: Any) -> None:
+    """In a new worker, before it imports the application: one of the first has the configuration read meanwhile."""
+    from qmflask.configreader import Turn
+    from qmflask.places import source_path, state_path
+
+    if worker.age <= server.cfg.workers:
+        with contextlib.suppress(OSError):  # no state directory yet, or none to be had: told later, in full
+            worker.turn = Turn(state_path(source_path())).begin(source_path())
+
+
 def post_worker_init(worker: Any) -> None:
     """In a new worker: store, election, wake-ups and the other threads of this process begin."""
     from qmflask.app import start_worker

@@ -17,6 +17,7 @@ from qmflask import errors, processes
 from qmflask.activity import Activity, Surroundings
 from qmflask.ballast import Ballast
 from qmflask.commands import ALL
+from qmflask.configreader import Turn
 from qmflask.configuration import Configuration, Live
 from qmflask.departures import Departures
 from qmflask.desk import FrontDesk
@@ -60,6 +61,7 @@ class Router:
         slots: int,
         viewers: int = VIEWERS,
         grace: float | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self._alive = alive
         self._slots = Slots(slots)
@@ -75,7 +77,7 @@ class Router:
         self.worker, self.master = self._roster.worker, self._roster.master
         self.departures = Departures(self.master, grace)
         self._configuration = Configuration(source, state)
-        self._configuration.boot(self._store, self.master)
+        self._configuration.boot(self._store, self.master, turn)
         self._admissions = Admissions(self._store)
         self._mailbox = Mailbox(state / "wake", self.worker)
         self._mailbox.sweep(lives)

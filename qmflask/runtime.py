@@ -54,7 +54,8 @@ class Runtime:
                 journal.install(state_path(source) / "logs", as_json=journal.wants_json())
                 threads, reserve = _threads(worker)
                 sizes = max(1, threads - reserve), _viewers(reserve)
-                router = Router(source, state_path(source), alive, *sizes, _grace(worker))
+                turn = getattr(worker, "turn", None)
+                router = Router(source, state_path(source), alive, *sizes, _grace(worker), turn)
                 router.start()
                 if hasattr(server, "may_go"):
                     server.may_go = router.may_go

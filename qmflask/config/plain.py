@@ -50,6 +50,8 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return _dict_of(_reader(arguments[1]))
     if dataclasses.is_dataclass(kind):
         return _dataclass(cast(type, kind))
+    if issubclass(kind, tuple):
+        return _named_tuple(kind)
     return _scalar(kind)
 
 
@@ -97,6 +99,11 @@ def _tuple_of(parts: tuple[Any, ...]) -> Callable[[Any], Any]:
         return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
 
     return read
+
+
+def _named_tuple(kind: type) -> Callable[[Any], Any]:
+    read = _tuple_of(tuple(get_type_hints(kind).values()))
+    return lambda value: kind(*read(value))
 
 
 def _dict_of(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
