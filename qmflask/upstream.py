@@ -1,9 +1,7 @@
-"""Sends requests to model servers and peers, and reads the answers; the only home of requests and urllib3.
+"""Sends requests to model servers and peers, and reads the answers.
 
-`requests`' adapter and urllib3's pools give connections, TLS and the mapping of failures (used without Session: field
-notes A20, A24). `exchange` writes the request and reads the head, `http1` takes bodies apart, so that every framing
-passes without delay. What this takes from the libraries beyond their documented interface is in `_Watched`, `_Answer`
-and `_Adapter`; tests/integration/test_upstream.py pins it.
+`exchange` writes the request and reads the head, `http1` takes bodies apart, so that every framing passes at once.
+Connections by TLS, and those that are kept, come from `pooled`.
 """
 
 from __future__ import annotations
@@ -13,23 +11,17 @@ import os
 import socket
 import threading
 from collections.abc import Mapping
-from typing import Any
-
-import requests
-import urllib3
-from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from typing import TYPE_CHECKING
 
 from qmflask import http1
 from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest, set_timeout
 from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client
 
-__all__ = ["Timeouts", "Upstream", "UpstreamRequest", "UpstreamResponse"]
+if TYPE_CHECKING:
+    from qmflask.pooled import Pools
 
-#: Servers whose pools are remembered.
-MAX_SERVERS = 256
+__all__ = ["Timeouts", "Upstream", "UpstreamRequest", "UpstreamResponse"]
 
 
 class Upstream:
@@ -49,9 +41,11 @@ class Upstream:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._proxies = ForwardProxies(environ)
-        self._adapter = _Adapter(pool_size)
+        self._pool_size = pool_size
         self._keepalive = keepalive
         self._verify = verify
+        self._lock = threading.Lock()
+        self._pools: Pools | None = None
 
     def send(self, request: UpstreamRequest, client: Client) -> UpstreamResponse:
         """Send and wait for the head. The caller closes the response.
@@ -65,13 +59,14 @@ class Upstream:
 
     def close(self) -> None:
         """Drop the idle connections."""
-        self._adapter.close()
+        if self._pools is not None:
+            self._pools.close()
 
     def _send(self, exchange: Exchange) -> UpstreamResponse:
         exchange.begin()
         try:
             if self._keepalive or exchange.secure:
-                self._send_pooled(exchange)
+                self._pooled().send(exchange)
             else:
                 _send_alone(exchange)
             return UpstreamResponse(exchange, self._keepalive)
@@ -81,12 +76,14 @@ class Upstream:
                 raise exchange.failure(error) from error
             raise
 
-    def _send_pooled(self, exchange: Exchange) -> None:
-        _current.exchange = exchange
-        try:
-            self._adapter.send(_prepared(exchange), stream=True, verify=self._verify)
-        finally:
-            _current.exchange = None
+    def _pooled(self) -> Pools:
+        """The pools, made (and what they need imported, 5 MB) when the first connection asks for them."""
+        with self._lock:
+            if self._pools is None:
+                from qmflask.pooled import Pools
+
+                self._pools = Pools(self._pool_size, self._verify)
+            return self._pools
 
 
 class UpstreamResponse:
@@ -191,13 +188,7 @@ class UpstreamResponse:
         return data
 
 
-_FAILURES = (
-    requests.RequestException,
-    urllib3.exceptions.HTTPError,
-    http.client.HTTPException,
-    http1.Malformed,
-    OSError,
-)
+_FAILURES = (http.client.HTTPException, http1.Malformed, OSError)
 
 
 class _Alone:
@@ -225,114 +216,3 @@ def _send_alone(exchange: Exchange) -> None:
 
 
 _NO_DELAY = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
-
-
-class _Current(threading.local):
-    """The exchange this thread is sending: urllib3 makes connections, and this tells them for whom."""
-
-    exchange: Exchange | None = None
-
-
-_current = _Current()
-
-
-class _Answer:
-    """What urllib3's pool takes for a response; the head is in the exchange, the body is ours to read."""
-
-    version_string = "HTTP/1.1"
-    length_remaining = None
-    retries = None
-    headers: dict[str, str] = {}  # noqa: RUF012 - the pool looks for Retry-After and must find nothing
-    _pool: Any = None  # the pool sets both
-    _connection: Any = None
-
-    def __init__(self, status: int) -> None:
-        self.status = status
-
-    def end(self, *, keep: bool) -> None:
-        """Give the connection back to its pool, closed unless it is to be kept."""
-        if not keep:
-            self._connection.close()
-        self._pool._put_conn(self._connection)
-
-
-class _Watched(HTTPConnection):
-    """A connection whose socket its exchange knows, and which leaves writing and reading to it."""
-
-    def _new_conn(self) -> socket.socket:
-        return _exchange().connect(self._dns_host, self.port, self.socket_options)
-
-    def request(self, *_: Any, **__: Any) -> None:
-        """Called by the pool to send the request."""
-        exchange = _exchange()
-        if self.sock is None:
-            self.connect()
-        exchange.hold(self.sock)
-        exchange.transmit(self.sock)
-
-    def getresponse(self) -> Any:
-        """Called by the pool to wait for the answer."""
-        exchange = _exchange()
-        try:
-            head = exchange.read_head(self.sock)
-        except http1.Malformed as error:
-            raise exchange.failure(error) from error
-        exchange.answer = _Answer(head.status)
-        return exchange.answer
-
-
-def _exchange() -> Exchange:
-    assert _current.exchange is not None
-    return _current.exchange
-
-
-class _WatchedTLS(_Watched, HTTPSConnection):
-    pass
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Watched
-
-
-class _TLSPool(HTTPSConnectionPool):
-    ConnectionCls = _WatchedTLS
-
-
-class _Adapter(HTTPAdapter):
-    """requests' adapter with our connections; it builds no response, so no cookies wander between clients."""
-
-    def __init__(self, pool_size: int) -> None:
-        self._pools: dict[str, Any] = {}
-        super().__init__(pool_connections=MAX_SERVERS, pool_maxsize=pool_size)
-
-    def init_poolmanager(self, *args: Any, **options: Any) -> None:
-        """Called by requests' constructor."""
-        super().init_poolmanager(*args, **options)
-        self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
-
-    def get_connection_with_tls_context(self, request: Any, *args: Any, **options: Any) -> Any:
-        """The pool of a server; looked up once, as urllib3's own way costs a tenth of a small request."""
-        pool = self._pools.get(request.url)
-        if pool is None:
-            pool = super().get_connection_with_tls_context(request, *args, **options)
-            if len(self._pools) >= MAX_SERVERS:
-                self._pools.clear()
-            self._pools[request.url] = pool
-        return pool
-
-    def request_url(self, request: Any, proxies: Any) -> str:
-        """Called by requests for the target, which the exchange knows; its own looks for proxies in vain."""
-        return "/"
-
-    def build_response(self, req: requests.PreparedRequest, resp: Any) -> Any:
-        """Called by requests at the end of `send`."""
-        return resp
-
-
-def _prepared(exchange: Exchange) -> requests.PreparedRequest:
-    """What the adapter needs to find the pool; the rest of the request is written by the exchange."""
-    prepared = requests.PreparedRequest()
-    prepared.method = exchange.request.method
-    prepared.url = exchange.origin
-    prepared.headers = {}  # type: ignore[assignment]
-    return prepared

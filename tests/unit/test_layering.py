@@ -31,6 +31,7 @@ LAYERS: dict[int, set[str]] = {
         "gpu",
         "host",
         "upstream",
+        "pooled",
         "exchange",
         "forwardproxy",
         "hangup",
@@ -98,6 +99,8 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("configreader", "configfiles"),
     ("upstream", "hangup"),
     ("upstream", "exchange"),
+    ("upstream", "pooled"),
+    ("pooled", "exchange"),
     ("exchange", "hangup"),
     ("exchange", "forwardproxy"),
     ("upstream", "forwardproxy"),
@@ -149,8 +152,8 @@ SAME_LAYER: set[tuple[str, str]] = {
 
 #: The only modules that may import these; what is not listed may be imported anywhere above layer 1.
 HOMES: dict[str, set[str]] = {
-    "requests": {"upstream", "probes"},
-    "urllib3": {"upstream"},
+    "requests": {"pooled"},
+    "urllib3": {"pooled"},
     "sqlite3": {"store", "activity"},
     "filelock": {"election"},
     "subprocess": {"processes", "host", "configreader"},
