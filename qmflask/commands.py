@@ -41,7 +41,7 @@ class Commands:
     def run(self, config: Config, now: int) -> set[str]:
         """One look at all command rows; returns the workers to wake."""
         with self._store.read() as tx:
-            rows = [row for row in reading.requests(tx, "pending", "queued") if row.kind != "infer"]
+            rows = reading.commands(tx)
             processes = reading.processes(tx)
         woken: set[str] = set()
         preloading = any(row.kind == "preload" and row.state == "queued" for row in rows)

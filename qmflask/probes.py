@@ -135,14 +135,54 @@ class _Target:
         return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + (body or b"")
 
 
-class _Exchange:
-    """One request and its answer, on one connection, until one deadline; `stop_fd` readable ends it at once."""
+class _Door:
+    """Whether anybody listens at a target yet, for two system calls a knock: a refused socket can try again."""
 
-    def __init__(self, target: _Target, deadline_ns: int, stop_fd: int | None) -> None:
+    def __init__(self, target: _Target) -> None:
+        self._target = target
+        self._refused: dict[tuple[object, ...], socket.socket] = {}
+
+    def knock(self) -> socket.socket | None:
+        """A connection; None where it takes more than a knock to get one. Raises _Refused when all addresses refuse."""
+        for family, address in self._target.addresses():
+            sock = self._refused.pop(address, None) or _nonblocking(family)
+            code = sock.connect_ex(address)
+            if code == errno.EINPROGRESS:  # asked again, the kernel says what has become of it
+                code = sock.connect_ex(address)
+            if code == errno.ECONNREFUSED:
+                self._refused[address] = sock
+            elif code == 0 and not is_self_connected(sock):
+                return sock
+            elif code == 0:
+                reset(sock)
+            else:
+                sock.close()
+                return None
+        raise _Refused(f"connection refused at {self._target.host}:{self._target.port}")
+
+    def close(self) -> None:
+        """Close what was refused."""
+        while self._refused:
+            self._refused.popitem()[1].close()
+
+
+def _nonblocking(family: int) -> socket.socket:
+    return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+
+
+class _Exchange:
+    """One request and its answer, on one connection, until one deadline; `stop_fd` readable ends it at once.
+
+    `sock`: the connection, if there is one already; it is closed at the end.
+    """
+
+    def __init__(
+        self, target: _Target, deadline_ns: int, stop_fd: int | None, sock: socket.socket | None = None
+    ) -> None:
         self._target = target
         self._deadline_ns = deadline_ns
         self._stop_fd = stop_fd
-        self._sock: socket.socket | None = None
+        self._sock = sock
 
     def status(self, body: bytes | None = None, whole: bool = False) -> int:
         """The status of the answer; with `whole`, once all of it has come. Raises _Failed, _Stopped."""
@@ -168,6 +208,8 @@ class _Exchange:
             raise TimeoutError
 
     def _connect(self) -> socket.socket:
+        if self._sock is not None:
+            return self._start_tls(self._sock)
         codes = []
         for family, address in self._target.addresses():
             code = self._connect_to(family, address)
@@ -184,7 +226,7 @@ class _Exchange:
         if self._sock is not None:
             self._sock.close()
         try:
-            sock = self._sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            sock = self._sock = _nonblocking(family)
         except OSError as error:
             return error.errno or errno.EIO
         code = sock.connect_ex(address)
@@ -267,11 +309,19 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
-def _ask(target: _Target, deadline_ns: int, stop_fd: int | None, body: bytes | None, whole: bool) -> ProbeResult:
-    """One exchange; every failure is a result, only _Stopped is raised."""
+def _ask(
+    target: _Target,
+    deadline_ns: int,
+    stop_fd: int | None,
+    body: bytes | None,
+    whole: bool,
+    door: _Door | None = None,
+) -> ProbeResult:
+    """One exchange, after a knock at the door if there is one; every failure is a result, only _Stopped is raised."""
     began = time.monotonic_ns()
     try:
-        return ProbeResult(_Exchange(target, deadline_ns, stop_fd).status(body, whole))
+        sock = door.knock() if door is not None else None
+        return ProbeResult(_Exchange(target, deadline_ns, stop_fd, sock).status(body, whole))
     except TimeoutError:
         return ProbeResult(None, f"no answer within {(time.monotonic_ns() - began) / _SECOND:.2g} s")
     except Malformed as error:
@@ -341,11 +391,13 @@ class Prober:
         self._lock = threading.Lock()
         self._stop_fd: int | None = None
         self._stop_asked = False
+        self._stopper = select.poll()
         self._thread = threading.Thread(target=self._run, name=f"probe-{model}", daemon=True)
 
     def start(self) -> Prober:
         """Begin probing."""
         self._stop_fd = os.eventfd(1 if self._stop_asked else 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopper.register(self._stop_fd, select.POLLIN)
         self._thread.start()
         return self
 
@@ -386,10 +438,17 @@ class Prober:
             warmup_target = _Target(self._warmup.url, self._host_header) if self._warmup else None
         except ValueError as error:
             return False, str(error)
+        door = _Door(target)
+        try:
+            return self._probe_until_up(target, warmup_target, door)
+        finally:
+            door.close()
+
+    def _probe_until_up(self, target: _Target, warmup_target: _Target | None, door: _Door) -> tuple[bool, str]:
         last = "it was never asked"
         while (began := time.monotonic_ns()) < self._deadline_ns:
             bound = min(self._deadline_ns, began + PROBE_BOUND_NS)
-            result = _ask(target, bound, self._stop_fd, None, whole=False)
+            result = _ask(target, bound, self._stop_fd, None, whole=False, door=door)
             last = result.detail
             elapsed = began - self._started_ns
             pause = knock_ns(elapsed) if result.refused else interval_ns(elapsed, self._expected_ns)
@@ -411,8 +470,5 @@ class Prober:
         return f"the warm-up request failed: {result.error or result.status}"
 
     def _pause_until(self, until_ns: int) -> None:
-        poller = select.poll()
-        if self._stop_fd is not None:
-            poller.register(self._stop_fd, select.POLLIN)
-        if poller.poll(max(0, until_ns - time.monotonic_ns()) / _MS):
+        if self._stopper.poll(max(0, until_ns - time.monotonic_ns()) / _MS):
             raise _Stopped

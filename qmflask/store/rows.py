@@ -6,7 +6,7 @@ import json
 import sqlite3
 from dataclasses import dataclass
 
-from qmflask.policy.schedule import Failure, ProcessView, RequestView, SwapView
+from qmflask.policy.schedule import Failure, ProcessView, SwapView
 from qmflask.states import Phase, State
 
 
@@ -152,12 +152,6 @@ class RequestRow:
     def of(cls, row: sqlite3.Row) -> RequestRow:
         """From a `SELECT *` row."""
         return cls(**{name: row[name] for name in cls.__slots__ if name != "paid"}, paid=bool(row["paid"]))
-
-    def view(self) -> RequestView:
-        """The scheduler's view."""
-        return RequestView(
-            self.id, self.model, self.arrival, self.priority, self.patience_at, owned=self.kind != "infer"
-        )
 
 
 @dataclass(frozen=True, slots=True)
