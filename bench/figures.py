@@ -192,7 +192,7 @@ def footprint(rig: Rig, quick: bool) -> Iterator[Figure]:
         if len(start.via) == 1:
             load_model(service, "m")
             memory.via.append(_memory_with_streams(service, 100))
-            waiting.via.append(_cpu_while_waiting(service, 100, seconds=3 if quick else 10))
+            waiting.via.append(_cpu_while_waiting(service, 100, seconds=8 if quick else 30))
         rig.end(service)
     yield from (start, memory, waiting)
 

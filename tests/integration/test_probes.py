@@ -317,7 +317,7 @@ def test_a_warm_up_that_fails(serve: Serve) -> None:
 )
 def test_noticing_costs_one_percent(elapsed: int, interval: int) -> None:
     assert interval_ns(elapsed * MS) // MS == interval
-    assert probes.knock_ns(elapsed * MS) // MS == interval // 5
+    assert probes.knock_ns(elapsed * MS) // MS == interval // (5 if elapsed <= 3000 else 2)
 
 
 @pytest.mark.parametrize(
@@ -387,6 +387,28 @@ def test_a_server_is_awaited_through_refusals_and_503(serve: Serve, probe: Start
     server = serve(status(503), status(503), b"", OK, port=port)
     assert outcome.wait() == ("m", True, "")
     assert len(server.requests) == 4
+
+
+def test_knocking_costs_one_descriptor_and_ends_in_a_connection(serve: Serve, port: int) -> None:
+    door, before = probes._Door(probes._Target(f"http://127.0.0.1:{port}/")), len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        with pytest.raises(probes._Refused, match=f"refused at 127.0.0.1:{port}"):
+            door.knock()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    server = serve(port=port)
+    sock = door.knock()
+    assert sock is not None and sock.getpeername()[1] == port and server.accepted.acquire(timeout=20)
+    sock.close()
+    with pytest.raises(probes._Refused):
+        probes._Door(probes._Target("http://127.0.0.1:1/")).knock()
+
+
+def test_a_door_closes_what_was_refused(port: int) -> None:
+    door, before = probes._Door(probes._Target(f"http://127.0.0.1:{port}/")), os.listdir("/proc/self/fd")
+    with pytest.raises(probes._Refused):
+        door.knock()
+    door.close()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_locked_door_is_up_with_a_warning(serve: Serve, probe: Start) -> None:
