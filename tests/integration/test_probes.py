@@ -391,9 +391,13 @@ def test_a_server_is_awaited_through_refusals_and_503(serve: Serve, probe: Start
 
 def test_knocking_costs_one_descriptor_and_ends_in_a_connection(serve: Serve, port: int) -> None:
     door, before = probes._Door(probes._Target(f"http://127.0.0.1:{port}/")), len(os.listdir("/proc/self/fd"))
+    used = set()
     for _ in range(50):
         with pytest.raises(probes._Refused, match=f"refused at 127.0.0.1:{port}"):
             door.knock()
+        used.update(door._refused.values())
+    assert len(used) == 1
+    used.clear()
     assert len(os.listdir("/proc/self/fd")) == before + 1
     server = serve(port=port)
     sock = door.knock()

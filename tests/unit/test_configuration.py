@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qmflask import configreader
 from qmflask.configuration import SECOND, Configuration
 from qmflask.store import Store, prepare_state_directory, reading, scheduling
 
@@ -72,3 +73,19 @@ def test_a_file_that_was_put_right_again_ends_the_complaint(store: Store, tmp_pa
     (tmp_path / "right.yaml").rename(source)
     assert (source.stat().st_ino, source.stat().st_mtime_ns) == (stamp.st_ino, stamp.st_mtime_ns)
     assert look(leader, store, 5 * SECOND) == ""
+
+
+def test_the_leader_does_not_wait_while_a_file_is_read(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "config.yaml"
+    source.write_text(ONE)
+    leader = Configuration(source, tmp_path / "state")
+    leader.boot(store, "master")
+    monkeypatch.setattr(configreader, "_PROGRAM", "import time; time.sleep(600)")
+    source.write_text(TWO)
+    assert [leader.look(store, second * SECOND) for second in range(1, 9)] == [None] * 8
+    reader = leader._reading
+    assert reader is not None and reader._process is not None and not reader.done()
+    reader._process.kill()
+    assert look(leader, store, 9 * SECOND) is None, "patience"

@@ -371,6 +371,29 @@ def test_unload_rows_are_no_waiters_for_the_model(store: Store) -> None:
         assert scheduling.finish(tx, [command]) == {"w1"}
 
 
+def test_the_queue_of_a_decision_has_who_waits_for_a_model_and_no_more(store: Store) -> None:
+    """Commands are the leader's own; what it waits for itself is no request of a client."""
+    with store.write() as tx:
+        for state, kind, model in (
+            ("queued", "load", "bee"),
+            ("queued", "infer", "ant"),
+            ("queued", "preload", "bee"),
+            ("queued", "unload", "bee"),
+            ("pending", "load", "ant"),
+            ("granted", "infer", "bee"),
+        ):
+            admission._insert(tx, arrival(model, kind=kind), state, NOW)
+        snapshot = reading.snapshot(tx, rules(), whole=True)
+        assert [row.kind for row in reading.commands(tx)] == ["load", "preload", "unload", "load"]
+        assert reading.snapshot(tx, rules(), whole=False).queue == []
+    assert [(view.model, view.owned, view.arrival) for view in snapshot.queue] == [
+        ("bee", True, NOW),
+        ("ant", False, NOW),
+        ("bee", True, NOW),
+    ]
+    assert snapshot.in_system == {"ant": 1, "bee": 1}
+
+
 def test_preload_is_queued_once_for_a_master(store: Store) -> None:
     term = scheduling.take_office(store, "w1", NOW)
     with store.write(term) as tx:
