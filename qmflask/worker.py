@@ -140,6 +140,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         while self._ended:
             self._ended.pop()
             self.nr_conns -= 1
+        if not accept and self.nr_conns <= 0:
+            return  # seen out: nothing would wake us
         self.set_accept_enabled(accept and self.nr_conns < self.worker_connections)
         if self._accepting or not self._ended:  # an end that came meanwhile makes room: no need to wait for events
             self.wait_for_and_dispatch_events(timeout=1.0 if self._give_way_by is None else _LOOK_SECONDS)
