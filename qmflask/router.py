@@ -112,6 +112,7 @@ class Router:
         return Duties(
             worker=self.worker,
             configuration=configuration,
+            refresh=self._configuration.refresh,
             send=self._send,
             alive=lambda: self._alive() and not self._stop.is_set(),
             workers=self._worker_pids,
@@ -459,7 +460,8 @@ class Router:
 
     def _elected(self, store: Store, generation: int) -> None:
         self._leader_id = self.worker
-        self._configuration.refresh(store)
+        if not self._configuration.refresh(store):  # what its source says now can be published in its place
+            self._on_turn(store, generation, time.monotonic_ns(), wait=True)
         config = self.live.config
         now = time.monotonic_ns()
         with store.write(generation) as tx:
@@ -474,8 +476,8 @@ class Router:
         self._configuration.refresh(store)
         self._spread(store)
 
-    def _on_turn(self, store: Store, generation: int, now: int) -> None:
-        error = self._configuration.look(store, now)
+    def _on_turn(self, store: Store, generation: int, now: int, *, wait: bool = False) -> None:
+        error = self._configuration.look(store, now, wait=wait)
         if error is not None:
             if error:
                 log.error("the changed configuration is not taken: %s", error)

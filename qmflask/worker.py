@@ -46,7 +46,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         super().__init__(*args, **options)
         self._ended: deque[None] = deque()  # connections closed by their threads, not yet taken off nr_conns
         self._beaten = 0.0
-        self._told_early = False  # to end, while we were still booting
+        self.told_early = False  # to end, while we were still booting
         self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
         #: Whether our successors are up; without an application that knows we do not wait for them.
         self.may_go: Callable[[], bool] | None = None
@@ -65,7 +65,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     def run(self) -> None:
         """The main thread: accept, beat, and see the connections out at the end."""
         self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
-        if self._told_early:
+        if self.told_early:
             self.handle_exit(signal.SIGTERM, None)
         while self.alive and self.is_parent_alive():
             self._turn(accept=True)
@@ -88,7 +88,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         Who is replaced while it boots boots all the same: after HUP upon HUP nobody else may be there to serve.
         """
         if not self.booted:
-            self._told_early = True
+            self.told_early = True
         elif self.may_go is None or not self._is_replaced():
             super().handle_exit(sig, frame)
         elif self._give_way_by is None:  # the master repeats itself
@@ -140,6 +140,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         while self._ended:
             self._ended.pop()
             self.nr_conns -= 1
+        if not accept and self.nr_conns <= 0:
+            return  # seen out: nothing would wake us
         self.set_accept_enabled(accept and self.nr_conns < self.worker_connections)
         if self._accepting or not self._ended:  # an end that came meanwhile makes room: no need to wait for events
             self.wait_for_and_dispatch_events(timeout=1.0 if self._give_way_by is None else _LOOK_SECONDS)

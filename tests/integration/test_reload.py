@@ -197,7 +197,7 @@ def test_reload_under_load_cuts_no_stream_and_restarts_no_model(service: Service
     def reload_on_and_on() -> None:
         while not stop.is_set():
             put(service, config_of(service, alpha={}, **next(configurations)))
-            stop.wait(0.2)
+            stop.wait(0.05)
 
     def stream(_: int) -> int:
         with service.stream("alpha", headers={"X-Fake": "chunks=100, interval=0.05"}) as answer:
@@ -214,7 +214,7 @@ def test_reload_under_load_cuts_no_stream_and_restarts_no_model(service: Service
     finally:
         stop.set()
         reloader.join()
-    assert generation(service) - before >= 10
+    assert generation(service) - before >= 5
     assert len(service.events("start", "alpha")) == 1
 
 

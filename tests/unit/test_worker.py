@@ -112,3 +112,22 @@ def test_a_connection_that_cannot_be_closed_frees_its_place() -> None:
     with pytest.raises(OSError, match="closed already"):
         worker._serve(Broken())
     assert len(worker._ended) == 1, "else the worker would be one short for ever, and never end a drain"
+
+
+def test_a_worker_that_drains_does_not_wait_when_its_last_connection_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would wake it: each end of the service took up to a second more."""
+    waits: list[float] = []
+    worker = Worker.__new__(Worker)
+    worker._ended, worker.nr_conns, worker._give_way_by, worker._accepting = deque([None]), 2, None, False
+    monkeypatch.setattr(worker, "notify", lambda: None)
+    monkeypatch.setattr(worker, "set_accept_enabled", lambda enabled: None)
+    monkeypatch.setattr(worker, "murder_keepalived", lambda: None)
+    monkeypatch.setattr(worker, "murder_pending", lambda: None)
+    monkeypatch.setattr(worker, "wait_for_and_dispatch_events", lambda timeout: waits.append(timeout))
+    worker._turn(accept=False)
+    assert (worker.nr_conns, waits) == (1, [1.0]), "one is still served: its end wakes us"
+    worker._ended.append(None)
+    worker._turn(accept=False)
+    assert (worker.nr_conns, waits) == (0, [1.0])
