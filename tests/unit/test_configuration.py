@@ -28,29 +28,20 @@ def generation(store: Store) -> int:
         return reading.scheduler(tx).config_generation
 
 
-def look(leader: Configuration, store: Store, now: int) -> str | None:
-    """What the leader's looks from `now` on bring, until a reading that they began has ended."""
-    found = leader.look(store, now)
-    while leader._reading is not None:
-        leader._reading._process.wait()  # type: ignore[union-attr]
-        found = leader.look(store, now)
-    return found
-
-
 def test_the_leader_does_not_publish_again_what_another_worker_has_taken(store: Store, tmp_path: Path) -> None:
     source = tmp_path / "config.yaml"
     source.write_text(ONE)
     leader, other = (Configuration(source, tmp_path / "state") for _ in range(2))
     leader.boot(store, "master")
     other.boot(store, "master")
-    assert look(leader, store, SECOND) is None
+    assert leader.look(store, SECOND, wait=True) is None
     source.write_text(TWO)
     assert other.reload(store) == ""
     published = generation(store)
-    assert look(leader, store, 3 * SECOND) is None
+    assert leader.look(store, 3 * SECOND, wait=True) is None
     assert generation(store) == published
     source.write_text(ONE)
-    assert look(leader, store, 5 * SECOND) == ""
+    assert leader.look(store, 5 * SECOND, wait=True) == ""
     assert generation(store) == published + 1
 
 
@@ -65,14 +56,14 @@ def test_a_file_that_was_put_right_again_ends_the_complaint(store: Store, tmp_pa
     wrong.write_text("models: [")
     source.rename(tmp_path / "right.yaml")
     wrong.rename(source)
-    assert look(leader, store, SECOND) is None, "it may be half written"
-    told = look(leader, store, 3 * SECOND)
+    assert leader.look(store, SECOND, wait=True) is None, "it may be half written"
+    told = leader.look(store, 3 * SECOND, wait=True)
     assert told
     with store.write() as tx:
         scheduling.set_config_error(tx, told)
     (tmp_path / "right.yaml").rename(source)
     assert (source.stat().st_ino, source.stat().st_mtime_ns) == (stamp.st_ino, stamp.st_mtime_ns)
-    assert look(leader, store, 5 * SECOND) == ""
+    assert leader.look(store, 5 * SECOND, wait=True) == ""
 
 
 def test_the_leader_does_not_wait_while_a_file_is_read(
@@ -88,4 +79,4 @@ def test_the_leader_does_not_wait_while_a_file_is_read(
     reader = leader._reading
     assert reader is not None and reader._process is not None and not reader.done()
     reader._process.kill()
-    assert look(leader, store, 9 * SECOND) is None, "patience"
+    assert leader.look(store, 9 * SECOND, wait=True) is None, "patience"

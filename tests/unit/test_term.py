@@ -12,6 +12,7 @@ import pytest
 
 from qmflask.config import Config
 from qmflask.configfiles import resolved_path
+from qmflask.configreader import ConfigReader
 from qmflask.configuration import Configuration
 from qmflask.policy.rules import Rules
 from qmflask.processes import Children, boot_id
@@ -99,7 +100,8 @@ class Box:
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
+    monkeypatch.setattr(ConfigReader, "_start", lambda reader: None)  # read here: a process each time takes long
     opened = Box(tmp_path)
     yield opened
     opened.store.close()
@@ -163,7 +165,7 @@ def test_the_leader_publishes_its_source_where_the_configuration_in_force_is_los
     resolved_path(box.state, lost).unlink()
     assert box.leader.look(box.store, time.monotonic_ns()) is None, "its source is what is in force"
     assert not box.leader.refresh(box.store)
-    assert box.leader.look(box.store, time.monotonic_ns()) == ""
+    assert box.leader.look(box.store, time.monotonic_ns(), wait=True) == ""
     assert box.leader.live.generation == lost + 1
     assert box.leader.refresh(box.store) and box.other.refresh(box.store)
     box.ask("new")
@@ -176,7 +178,7 @@ def test_a_wrong_source_is_not_read_on_and_on_for_a_lost_configuration(box: Box)
     box.source.write_text("models: [")
     assert not box.leader.refresh(box.store)
     now, second = time.monotonic_ns(), 10**9
-    told = [box.leader.look(box.store, now + step * second) for step in range(5)]
+    told = [box.leader.look(box.store, now + step * second, wait=True) for step in range(5)]
     assert [bool(text) for text in told] == [False, True, False, False, False], "twice, as it may be half written"
     box.source.write_text(NEW)
-    assert box.leader.look(box.store, now + 6 * second) == ""
+    assert box.leader.look(box.store, now + 6 * second, wait=True) == ""
