@@ -61,17 +61,18 @@ class ConfigReader:
             answer = self._answer.read()
         if code < 0:
             raise self._failed(f"reading it was ended by signal {-code}")
-        if code > 0:
+        try:
+            report = plain.load(Report, answer)
+        except ValueError:  # no child, or one that failed before it could read
             return load_path(self._source, os.environ)
-        report = plain.load(Report, answer)
         if report.config is None:
             raise ConfigError(report.errors)
         return Loaded(report.config, report.warnings)
 
     def _wait(self) -> int:
-        """The exit code; 1 without a process."""
+        """The exit code; 0 without a process."""
         if self._process is None:
-            return 1
+            return 0
         try:
             return self._process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

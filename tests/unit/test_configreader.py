@@ -57,8 +57,11 @@ def test_without_an_interpreter_it_is_read_here(source: Path, executable: str, m
     assert reader.done() and reader.result() == load_path(source, os.environ)
 
 
-def test_a_child_that_fails_is_no_reason_not_to_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configreader, "_PROGRAM", "raise SystemExit(1)")
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "", "print('{}')"])
+def test_a_child_that_fails_is_no_reason_not_to_read(
+    source: Path, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configreader, "_PROGRAM", program)
     assert ConfigReader(source).result() == load_path(source, os.environ)
 
 
