@@ -71,6 +71,8 @@ class Term:
         self._next_beat = 0
         self._quiet = Quiet(time.monotonic_ns())
         self._next_deadline: int | None = None
+        self._beats = 0
+        self._unmoved: tuple[object, ...] = ()  # the `_sight` that moved nothing at the last look
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
         self._accounts = Accounts(store, generation, self._meter, on_learned)
@@ -131,6 +133,7 @@ class Term:
             self._watch_workers()
             with self._store.write(self._generation) as tx:
                 scheduling.beat(tx, now)
+            self._beats += 1
             self._next_beat = now + HEARTBEAT
             _, config, rules = self._configuration()
             self._bring_default_back(config, rules, now)
@@ -215,6 +218,9 @@ class Term:
             with self._store.read() as tx:
                 if self._in_force.behind(tx, generation):
                     return True
+                sight = self._sight(tx, rules)
+                if sight == self._unmoved and (self._next_deadline is None or now < self._next_deadline):
+                    return False
                 version = reading.scheduler(tx).schedule_version
                 snapshot = reading.snapshot(tx, rules, whole=True)
             if self._note_asked(snapshot, now):
@@ -222,6 +228,7 @@ class Term:
             actions = schedule.decide(snapshot, now)
             self._next_deadline = schedule.next_deadline(snapshot, now)
             if not any(_changes(action) for action in actions):
+                self._unmoved = sight
                 return False
             if not measured and _evicts(actions) and (self._meter.has_cards() or config.ram_budget):
                 measured = True
@@ -245,6 +252,14 @@ class Term:
             stopping = self._apply(tx, actions, config, rules, now)
         self._swaps.signal(stopping)
         return any(_changes(action) for action in actions)
+
+    def _sight(self, tx: Transaction, rules: Rules) -> tuple[object, ...]:
+        """What changes with anything a decision could look at: commits of others, rows of our own, and the rules.
+
+        Our heartbeat is left out: else a leader whose house is full, and where nothing happens, would read the whole
+        queue with each.
+        """
+        return (tx.execute("PRAGMA data_version").fetchone()[0], tx.total_changes - self._beats, rules)
 
     def _note_asked(self, snapshot: Snapshot, now: int) -> bool:
         """Stamp the first request for a model whose launch settings have changed: it may serve on for one patience."""

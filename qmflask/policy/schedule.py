@@ -67,7 +67,7 @@ def decide(snapshot: Snapshot, now: int) -> list[Action]:
 
 
 def next_deadline(snapshot: Snapshot, now: int) -> int | None:
-    """The next moment at which time alone can change a decision: patience, hold, TTL.
+    """The next moment at which time alone can change a decision: patience (of a changed model, too), hold, TTL.
 
     The end of a back-off is none: what asks before it is refused, never queued.
     """
@@ -77,7 +77,10 @@ def next_deadline(snapshot: Snapshot, now: int) -> int | None:
             continue
         if snapshot.queue and view.hold_until > now:
             times.append(view.hold_until)
-        expiry = _expiry(snapshot.models.get(view.model), view)
+        rule = snapshot.models.get(view.model)
+        if snapshot.queue and view.changed_since and rule and view.changed_since + rule.patience > now:
+            times.append(view.changed_since + rule.patience)
+        expiry = _expiry(rule, view)
         if expiry is not None and expiry > now:
             times.append(expiry)
     return min(times, default=None)

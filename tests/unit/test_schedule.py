@@ -857,3 +857,8 @@ def test_next_deadline_is_the_first_of_patience_hold_and_ttl() -> None:
     assert next_deadline(Snapshot(rules, policy, {"ant": view}, []), 6) == 110
     assert next_deadline(Snapshot(rules, policy, {"ant": replace(view, leases=1)}, []), 6) is None
     assert next_deadline(Snapshot(rules, policy, {}, []), 6) is None
+    changed = ProcessView("bee", State.READY, changed=True, changed_since=7)
+    late = 7 + rules["bee"].patience
+    assert next_deadline(Snapshot(rules, policy, {"bee": changed}, queue), 26) == late
+    assert next_deadline(Snapshot(rules, policy, {"bee": changed}, queue), late) is None
+    assert next_deadline(Snapshot(rules, policy, {"bee": changed}, []), 26) is None

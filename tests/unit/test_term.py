@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qmflask import term as term_module
 from qmflask.config import Config
 from qmflask.configfiles import resolved_path
 from qmflask.configreader import ConfigReader
 from qmflask.configuration import Configuration
+from qmflask.policy import schedule
 from qmflask.policy.rules import Rules
 from qmflask.processes import Children, boot_id
 from qmflask.states import State
@@ -182,3 +186,58 @@ def test_a_wrong_source_is_not_read_on_and_on_for_a_lost_configuration(box: Box)
     assert [bool(text) for text in told] == [False, True, False, False, False], "twice, as it may be half written"
     box.source.write_text(NEW)
     assert box.leader.look(box.store, now + 6 * second, wait=True) == ""
+
+
+class Sights:
+    """Counts how often the whole queue is read while a leader looks that has a heartbeat in every turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        whole = reading.snapshot
+
+        def counted(*args: Any, **more: Any) -> Any:
+            self.count += 1
+            return whole(*args, **more)
+
+        monkeypatch.setattr(reading, "snapshot", counted)
+        monkeypatch.setattr(term_module, "HEARTBEAT", 0)
+
+
+def test_where_nothing_happens_the_queue_is_read_once(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    sights = Sights(monkeypatch)
+    box.lead()
+    assert sights.count == 1
+
+
+def test_what_others_write_is_seen(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    sights, elsewhere, ticks = Sights(monkeypatch), Store(box.state, boot_id()), itertools.count()
+
+    def change() -> None:
+        with elsewhere.write() as tx:
+            scheduling.update_process(tx, "old", tick=next(ticks))
+
+    with box.store.write() as tx:
+        scheduling.restore(tx, "old", State.STOPPED, "it was never there")
+    box.lead(change)
+    elsewhere.close()
+    assert sights.count >= 4
+
+
+def test_what_the_leader_itself_writes_is_seen(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    sights = Sights(monkeypatch)
+
+    def change() -> None:
+        with box.store.write() as tx:
+            scheduling.update_process(tx, "old", tick=1)
+
+    with box.store.write() as tx:
+        scheduling.restore(tx, "old", State.STOPPED, "it was never there")
+    box.lead(change)
+    assert sights.count >= 4
+
+
+def test_time_alone_is_enough(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    sights = Sights(monkeypatch)
+    monkeypatch.setattr(schedule, "next_deadline", lambda snapshot, now: now + 1)
+    box.lead()
+    assert sights.count >= 4
