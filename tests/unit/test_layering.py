@@ -49,6 +49,9 @@ LAYERS: dict[int, set[str]] = {
         "accesslog",
         "slots",
         "logtail",
+        "timedsocket",
+        "crew",
+        "plain",
     },
     3: {
         "configuration",
@@ -95,6 +98,8 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("processes", "proctree"),
     ("processes", "ports"),
     ("upstream", "hangup"),
+    ("crew", "hangup"),
+    ("crew", "timedsocket"),
     ("upstream", "exchange"),
     ("exchange", "hangup"),
     ("exchange", "forwardproxy"),
