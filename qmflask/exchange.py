@@ -20,6 +20,7 @@ from qmflask.errors import BadRequest, ClientGone, UpstreamTimeout, UpstreamUnre
 from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client, probe_peer
 from qmflask.headers import Header
+from qmflask.timedsocket import TimedSocket
 
 #: Bytes taken from the socket at once; also the longest body that leaves in one packet with its head.
 BLOCK = 64 * 1024
@@ -131,7 +132,7 @@ class Exchange:
             raise self.failure(error) from error
         problem: OSError | None = None
         for family, address in addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = socket.socket(family, socket.SOCK_STREAM) if self.secure else TimedSocket(family, socket.SOCK_STREAM)
             try:
                 sock.settimeout(self.request.timeouts.connect or None)
                 for option in options or ():

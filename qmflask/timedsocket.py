@@ -7,6 +7,7 @@ and each of them lets other threads take the interpreter. SO_RCVTIMEO and SO_SND
 from __future__ import annotations
 
 import errno
+import functools
 import socket
 import struct
 from typing import Any
@@ -81,6 +82,7 @@ class TimedSocket(socket.socket):
         return error if self._limit == 0 or error.errno not in _LATE else TimeoutError("timed out")
 
 
+@functools.lru_cache(maxsize=64)
 def timeval(seconds: float | None) -> bytes:
     """A struct timeval; None is no limit, which the kernel spells zero."""
     if seconds is None:

@@ -102,6 +102,7 @@ SAME_LAYER: set[tuple[str, str]] = {
     ("crew", "timedsocket"),
     ("upstream", "exchange"),
     ("exchange", "hangup"),
+    ("exchange", "timedsocket"),
     ("exchange", "forwardproxy"),
     ("upstream", "forwardproxy"),
     ("pump", "hangup"),
