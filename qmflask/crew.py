@@ -45,7 +45,7 @@ class Door:
     """
 
     def __init__(self, listener: socket.socket, first_seconds: float, seconds: float) -> None:
-        self._listener = listener
+        self._listener: Any = listener
         self._kind = (listener.family, listener.type, listener.proto)
         self._first_seconds = first_seconds
         self._seconds = seconds
@@ -67,7 +67,7 @@ class Door:
         """
         begin = time.monotonic()
         try:
-            accepted, client = self._listener.accept()
+            fd, client = self._listener._accept()  # what accept() is made of; its socket would be one too many
         except ConnectionAbortedError:
             return None
         except BlockingIOError:
@@ -76,11 +76,12 @@ class Door:
                 poller.register(self._listener, select.POLLIN)
                 poller.poll(LOOK_SECONDS * 1000)
             return None
-        sock = ClientSocket(*self._kind, fileno=accepted.detach())
+        sock = ClientSocket(*self._kind, fileno=fd)
         if not self._inherited:
             sock.bound(socket.SO_SNDTIMEO, self._seconds)
         sock.bound(socket.SO_RCVTIMEO, self._first_seconds)
         sock.presume(self._seconds)
+        sock.probed = True
         return sock, client
 
 
@@ -99,7 +100,8 @@ class Crew:
         self._count = 0
         self._busy = 0
         self._closed = False
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def busy(self) -> int:
@@ -175,7 +177,7 @@ class Crew:
             log.exception("A connection ended in an error that nobody caught.")
 
     def _leave(self, door: Door) -> None:
-        with self._changed:
+        with self._lock:
             door.waiting -= 1
             self._busy += 1
             if not door.waiting:
@@ -183,7 +185,7 @@ class Crew:
 
     def _next(self, seat: _Seat, door: Door, *, served: bool) -> Door | None:
         """Where a thread goes that has served or has waited in vain."""
-        with self._changed:
+        with self._lock:
             if served:
                 self._busy -= 1
             elif not self._closed:

@@ -24,6 +24,8 @@ class TimedSocket(socket.socket):
 
     #: Seconds, None for no limit, 0 for a call that never waits.
     _limit: float | None = None
+    #: Whether the kernel watches for a peer whose host has vanished (`hangup.probe_peer`), or need not.
+    probed = False
 
     def settimeout(self, value: float | None) -> None:
         """Bound reads, writes and `connect`; 0 makes them not wait at all."""
@@ -77,6 +79,12 @@ class TimedSocket(socket.socket):
             super().connect(address)
         except BlockingIOError as error:
             raise self._judged(error) from None
+
+    def connect_within(self, address: Any, seconds: float | None) -> None:
+        """Connect; raises TimeoutError after `seconds`. What `settimeout` was given stands afterwards."""
+        self.bound(socket.SO_SNDTIMEO, seconds)
+        self.connect(address)
+        self.bound(socket.SO_SNDTIMEO, self._limit)
 
     def _judged(self, error: BlockingIOError) -> OSError:
         return error if self._limit == 0 or error.errno not in _LATE else TimeoutError("timed out")
