@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,9 @@ os.register_at_fork(after_in_child=_runtime.forget)
 
 #: Answer the model routes ahead of Flask's dispatch, which costs as much as all else we do for them; 0 turns it off.
 AHEAD = os.environ.get("QMFLASK_AHEAD", "1") != "0"
+
+#: How long a worker that cannot boot leaves it to the first one to fail, in seconds; below gunicorn's `timeout`.
+ANOTHER_FAILS = 30.0
 
 #: Each has `blueprint(router)`; `access` is registered before them.
 _MODULES = (
@@ -108,8 +112,11 @@ def start_worker(worker: Any) -> None:
     try:
         router = _runtime.start(worker)
     except (ConfigError, StoreError) as error:
-        if _speaks_for_all(worker) or isinstance(error, StoreError):
+        first = _speaks_for_all(worker)
+        if first or isinstance(error, StoreError):
             complain(error)
+        if not first and _told_to_end(worker):
+            raise SystemExit(0) from None
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
     if _speaks_for_all(worker):
         if type(worker).__name__ == "SyncWorker":
@@ -124,6 +131,20 @@ def _speaks_for_all(worker: Any) -> bool:
     """Whether this is the first of the workers that start together: what is true for all of them is said once."""
     cfg = getattr(worker, "cfg", None)
     return not 1 < getattr(worker, "age", 1) <= getattr(cfg, "workers", 1)
+
+
+def _told_to_end(worker: Any) -> bool:
+    """Wait for the end that the first worker's failure brings; False if it does not come.
+
+    gunicorn's master stops when one worker cannot boot. If a second one ends the same way meanwhile, it breaks off with
+    a traceback and exit code 1, and leaves the models running.
+    """
+    deadline = time.monotonic() + ANOTHER_FAILS
+    while worker.alive and not getattr(worker, "told_early", False) and worker.ppid == os.getppid():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def stop_worker(worker: Any) -> None:

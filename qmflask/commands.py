@@ -9,6 +9,7 @@ from typing import Protocol
 
 from qmflask import errors
 from qmflask.config import Config
+from qmflask.inforce import InForce
 from qmflask.states import DOWN, Phase, State
 from qmflask.store import Store, Transaction, reading, scheduling
 from qmflask.store.rows import ProcessRow, RequestRow, SwapRow
@@ -32,14 +33,17 @@ class Stopper(Protocol):
 class Commands:
     """Works off the command rows of one term."""
 
-    def __init__(self, store: Store, generation: int, trees: Stopper, forget_floors: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Store, generation: int, trees: Stopper, forget_floors: Callable[[], None], in_force: InForce
+    ) -> None:
         self._store = store
         self._generation = generation
         self._trees = trees
         self._forget_floors = forget_floors
+        self._in_force = in_force
 
-    def run(self, config: Config, now: int) -> set[str]:
-        """One look at all command rows; returns the workers to wake."""
+    def run(self, generation: int, config: Config, now: int) -> set[str]:
+        """One look at all command rows, by the configuration of that generation; returns the workers to wake."""
         with self._store.read() as tx:
             rows = [row for row in reading.requests(tx, "pending", "queued") if row.kind != "infer"]
             processes = reading.processes(tx)
@@ -51,10 +55,10 @@ class Commands:
             elif row.kind == "relearn":
                 woken |= self._relearn(row)
             elif row.kind == "load" and row.state == "pending":
-                woken |= self._load(row, config)
+                woken |= self._load(row, generation, config)
             elif row.kind == "preload" and row.state == "pending" and not preloading:
                 preloading = True  # in list order, each when the one before it is healthy
-                woken |= self._load(row, config)
+                woken |= self._load(row, generation, config)
         return woken | self._drain_overdue(processes, now)
 
     def _relearn(self, row: RequestRow) -> set[str]:
@@ -101,11 +105,14 @@ class Commands:
         scheduling.set_state(tx, row.model, State.STOPPING, reason, deadline=deadline)
         return [_must(reading.process(tx, swap.target))]
 
-    def _load(self, row: RequestRow, config: Config) -> set[str]:
+    def _load(self, row: RequestRow, generation: int, config: Config) -> set[str]:
         """An explicit load starts anew after a failure; from here on it waits like a request."""
         with self._store.write(self._generation) as tx:
+            if self._in_force.behind(tx, generation):
+                return set()  # it stays pending until we have caught up
             if row.model not in config.models:
-                return scheduling.fail(tx, [row.id], errors.ModelNotFound(f"model {row.model} is not configured"))
+                error = self._in_force.not_found(f"model {row.model} is not configured")
+                return scheduling.fail(tx, [row.id], error)
             scheduling.forget_failure(tx, row.model)
             scheduling.mark_queued(tx, row.id)
         return set()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qmflask import processes
+from qmflask import errors, processes
 from qmflask.config import Config, ConfigError, Loaded
 from qmflask.configfiles import fingerprint, forget_resolved, load_path, read_resolved, write_resolved
 from qmflask.names import Names
@@ -33,6 +33,10 @@ class Live:
     rules: Rules
 
 
+class Lost(errors.Unavailable):
+    """Raised when the resolved file of the generation in force cannot be read."""
+
+
 class Configuration:
     """Holds this process's `Live`, takes up new generations, and publishes them when asked to (by the leader)."""
 
@@ -45,6 +49,7 @@ class Configuration:
         self.master = ""
         self._seen = ""
         self._doubted = ""
+        self._lost = 0  # the generation in force whose file we could not read
         self._next_look = 0
 
     @property
@@ -65,10 +70,8 @@ class Configuration:
         if row.config_generation and row.master == master:
             try:
                 return self.take_up(store, row.config_generation)
-            except (OSError, ValueError) as error:
-                log.warning(
-                    "the resolved configuration %d is lost (%s): reading %s", row.config_generation, error, self.source
-                )
+            except Lost as error:
+                log.warning("%s: reading %s", error, self.source)
         self._refuse_to_share(row)
         mark = self._mark()
         loaded = load_path(self.source, os.environ)
@@ -94,7 +97,7 @@ class Configuration:
         log.info("joining the service of pid %s: both serve %s", pid, self.source)
 
     def take_up(self, store: Store, generation: int) -> Live:
-        """Load the resolved file of `generation` unless it is in force already. Raises OSError when it is missing.
+        """Load the resolved file of `generation` unless it is in force already. Raises Lost when it cannot be read.
 
         Generation 0 is a store that was lost and begun anew: what we serve with is published there again.
         """
@@ -102,23 +105,44 @@ class Configuration:
             if generation == 0 and self._live is not None:
                 generation = self._publish_again(store, self._live)
             if self._live is None or self._live.generation != generation:
-                config = read_resolved(self._state, generation)
+                config = self._read(generation)
                 self._learned = self._read_learned(store)
                 self._live = Live(generation, config, Names(config), make_rules(config, self._learned))
                 log.info("configuration %d taken up: %d models", generation, len(config.models))
+            self._lost = 0
             return self._live
 
-    def refresh(self, store: Store) -> None:
-        """Take up the newest generation and the newest learned sizes; called once a second and when told to."""
+    def _read(self, generation: int) -> Config:
+        try:
+            return read_resolved(self._state, generation)
+        except (OSError, ValueError) as error:
+            why = f"the resolved configuration {generation} cannot be read ({error})"
+            raise Lost(why, retry_after=1) from error
+
+    def refresh(self, store: Store) -> bool:
+        """Take up the newest generation and the newest learned sizes; called once a second and when told to.
+
+        False when the newest generation cannot be read: the one we have stays, until the leader has published anew.
+        """
         with store.read() as tx:
             generation = reading.scheduler(tx).config_generation
-        self.take_up(store, generation)
+        try:
+            self.take_up(store, generation)
+        except Lost as error:
+            self._lose(generation, error)
         learned = self._read_learned(store)
         with self._lock:
             if learned != self._learned and self._live is not None:
                 self._learned = learned
                 live = self._live
                 self._live = Live(live.generation, live.config, live.names, make_rules(live.config, learned))
+        return not self._lost
+
+    def _lose(self, generation: int, error: Lost) -> None:
+        """Said once; the leader's next look reads the source, though it has not changed."""
+        if self._lost != generation:
+            log.error("%s: going on with configuration %d", error, self.live.generation)
+            self._lost, self._seen, self._next_look = generation, "", 0
 
     def _read_learned(self, store: Store) -> Mapping[str, tuple[int, int]]:
         with store.read() as tx:
@@ -129,6 +153,7 @@ class Configuration:
 
         Returns an error text when a changed file is not valid, "" when the newest file is in force, None when there
         was nothing to do. A file that is wrong on its first second may be half written: it is judged on the next.
+        Where the resolved file of what is in force is lost, what the source says now is published in its place.
         """
         if now < self._next_look:
             return None
@@ -138,7 +163,7 @@ class Configuration:
             return None
         with store.read() as tx:
             row = reading.scheduler(tx)
-        if mark == row.config_fingerprint and row.config_error is None:
+        if mark == row.config_fingerprint and row.config_error is None and not self._lost:
             self._seen = mark  # another worker has published it
             return None
         return self.reload(store, patient=True)

@@ -41,6 +41,7 @@ class Duties:
 
     worker: str
     configuration: Callable[[], tuple[int, Config, Rules]]
+    refresh: Callable[[Store], bool]
     send: Callable[[str, bytes], None]
     alive: Callable[[], bool]
     workers: Callable[[], Collection[int]]
@@ -135,6 +136,7 @@ class Leader:
                 self._duties.worker,
                 self._children,
                 self._duties.configuration,
+                lambda: self._duties.refresh(store),
                 self._duties.send,
                 self._note_turn,
                 lambda: self._duties.on_learned(store),

@@ -110,6 +110,7 @@ class Router:
         return Duties(
             worker=self.worker,
             configuration=configuration,
+            refresh=self._configuration.refresh,
             send=self._send,
             alive=lambda: self._alive() and not self._stop.is_set(),
             workers=self._worker_pids,
@@ -457,7 +458,8 @@ class Router:
 
     def _elected(self, store: Store, generation: int) -> None:
         self._leader_id = self.worker
-        self._configuration.refresh(store)
+        if not self._configuration.refresh(store):  # what its source says now can be published in its place
+            self._on_turn(store, generation, time.monotonic_ns())
         config = self.live.config
         now = time.monotonic_ns()
         with store.write(generation) as tx:

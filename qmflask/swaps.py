@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from qmflask import errors
 from qmflask.accounts import UNREADABLE, Accounts
 from qmflask.config import Config
+from qmflask.inforce import InForce
 from qmflask.memory.oom import OutOfMemory
 from qmflask.memory.reclaim import Look
 from qmflask.meter import Meter
@@ -41,6 +42,7 @@ class Swaps:
         trees: Trees,
         accounts: Accounts,
         configuration: Callable[[], tuple[int, Config, Rules]],
+        in_force: InForce,
     ) -> None:
         self._store = store
         self._generation = generation
@@ -48,6 +50,7 @@ class Swaps:
         self._accounts = accounts
         self._meter: Meter = accounts.meter
         self._configuration = configuration
+        self._in_force = in_force
         self.woken: set[str] = set()
         #: When `advance` must run again though nothing happens (monotonic ns), 0: no need.
         self.next_look = 0
@@ -205,7 +208,8 @@ class Swaps:
         """reclaim -> starting -> probing, unless the target's spawn lock is still taken."""
         model = config.models.get(swap.target)
         if model is None:
-            self._drop_swap(swap, errors.ModelNotFound(f"model {swap.target} was removed from the configuration"))
+            gone = f"model {swap.target} was removed from the configuration"
+            self._drop_swap(swap, self._in_force.not_found(gone))
             return True
         if not self._trees.start(swap, model, rows, now):
             self.next_look = now + LOCK_AGAIN

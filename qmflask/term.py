@@ -13,6 +13,7 @@ from qmflask.accounts import Accounts
 from qmflask.bell import Bell
 from qmflask.commands import Commands
 from qmflask.config import Config
+from qmflask.inforce import InForce
 from qmflask.memory.samples import GIB
 from qmflask.memory.watchdog import Shed
 from qmflask.meter import Meter, TreeRef
@@ -49,6 +50,7 @@ class Term:
         worker: str,
         children: Children,
         configuration: Callable[[], tuple[int, Config, Rules]],
+        refresh: Callable[[], bool],
         send: Callable[[str, bytes], None],
         on_tick: Callable[[int], None],
         on_learned: Callable[[], None],
@@ -57,6 +59,7 @@ class Term:
         self._generation = generation
         self._worker = worker
         self._configuration = configuration
+        self._in_force = InForce(store, lambda: configuration()[0], refresh)
         self._send = send
         self._on_tick = on_tick
         self._selector = selectors.DefaultSelector()
@@ -64,15 +67,15 @@ class Term:
         self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._trees = Trees(store, generation, children, self.ring, self._watch_tree, self._selector_remove)
         self._workers: dict[str, int] = {}
-        self._config_generation = 0
+        self._reconciled = 0
         self._next_beat = 0
         self._quiet = Quiet(time.monotonic_ns())
         self._next_deadline: int | None = None
         self._woken: set[str] = set()
         self._meter = Meter(configuration()[1].performance.every, self._tree_refs, self.ring)
         self._accounts = Accounts(store, generation, self._meter, on_learned)
-        self._swaps = Swaps(store, generation, self._trees, self._accounts, configuration)
-        self._commands = Commands(store, generation, self._trees, self._accounts.relearn)
+        self._swaps = Swaps(store, generation, self._trees, self._accounts, configuration, self._in_force)
+        self._commands = Commands(store, generation, self._trees, self._accounts.relearn, self._in_force)
         self._trees.on_out_of_memory = self._swaps.retry_with_more_room
         self._trees.free_now = self._accounts.free_now
         self._trees.on_down = self._meter.ask
@@ -96,6 +99,7 @@ class Term:
     def _begin(self) -> None:
         """Take up what an earlier leader left, each swap at its phase."""
         now = time.monotonic_ns()
+        self._in_force.catch_up()
         generation, config, _ = self._configuration()
         self._meter.start()
         self._trimmer.start()
@@ -135,15 +139,16 @@ class Term:
         exited = {name for kind, name in ended if kind == "tree"}
         for _ in range(100):  # a bound, so that a bug cannot spin here with the heartbeat standing still
             now = time.monotonic_ns()
+            self._in_force.catch_up()
             generation, config, rules = self._configuration()
             self._woken |= self._trees.poll(exited, now)
             exited = set()
             self._wake_workers()  # who waits for what is ready now need not wait for what follows
             self._trees.record_ready()
-            if generation != self._config_generation:
+            if generation != self._reconciled and self._in_force.certain:
                 self._woken |= self._commands.reconcile(config)
-                self._config_generation = generation
-            self._woken |= self._commands.run(config, now)
+                self._reconciled = generation
+            self._woken |= self._commands.run(generation, config, now)
             self._shed(self._accounts.update(config, rules, now), now)
             moved = self._decide(now)
             moved |= self._swaps.advance(config, rules, now)
@@ -199,11 +204,17 @@ class Term:
     # -- deciding ---------------------------------------------------------------------------------------------
 
     def _decide(self, now: int) -> bool:
-        """Decide and apply; True when something changed. The last try decides inside the transaction."""
+        """Decide and apply; True when something changed, or is to be looked at by a newer configuration first.
+
+        The last try decides inside the transaction.
+        """
         measured = False
         for _ in range(OPTIMISTIC_TRIES):
-            _, config, rules = self._configuration()  # a look at memory may have changed what models are charged
+            # a look at memory may have changed what models are charged
+            generation, config, rules = self._configuration()
             with self._store.read() as tx:
+                if self._in_force.behind(tx, generation):
+                    return True
                 version = reading.scheduler(tx).schedule_version
                 snapshot = reading.snapshot(tx, rules, whole=True)
             if self._note_asked(snapshot, now):
@@ -226,8 +237,10 @@ class Term:
                 continue
             self._swaps.signal(stopping)
             return True
-        _, config, rules = self._configuration()
+        generation, config, rules = self._configuration()
         with self._store.write(self._generation) as tx:
+            if self._in_force.behind(tx, generation):
+                return True
             actions = schedule.decide(reading.snapshot(tx, rules, whole=True), now)
             stopping = self._apply(tx, actions, config, rules, now)
         self._swaps.signal(stopping)
@@ -256,6 +269,8 @@ class Term:
                 self._woken |= scheduling.grant(tx, [action.request], action.model, now, paid=False)
             elif isinstance(action, Reject):
                 error = errors.from_code(action.code, action.message, retry_after=action.retry_after)
+                if isinstance(error, errors.ModelNotFound):
+                    error = self._in_force.not_found(action.message)
                 self._woken |= scheduling.fail(tx, [action.request], error)
             elif isinstance(action, StartSwap):
                 stopping += self._swaps.open(tx, action, config, rules, now)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.integration.echoing import ECHO, echo_model, echo_server, shared
-from tests.service import REPO, Reply, Service
+from tests.service import REPO, Reply, Service, eventually
 
 VECTORS: list[dict[str, Any]] = json.loads((REPO / "tests" / "data" / "compatibility.json").read_text())
 
@@ -148,6 +148,8 @@ def test_starts_that_fail(base: Service, model: str, status: int, code: str, fra
 def test_the_concurrency_limit(base: Service) -> None:
     headers = {"Authorization": "Bearer key-one"}
     assert base.chat("tight", headers=headers).status == 200
+    # The answer is there a moment before its lease has ended, and the limit is one.
+    eventually(lambda: not base.query("SELECT 1 FROM requests WHERE model = 'tight'"), "the first one is over")
     first = base.open("/upstream/tight/silence", None, headers)
     assert first.recv(12) == b"HTTP/1.1 200"
     reply = base.chat("tight", headers={**headers, "Accept": "text/html"})

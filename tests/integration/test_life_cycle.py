@@ -299,7 +299,13 @@ def test_draining_leader_hands_over_at_once_also_with_preload(start_service: Sta
 
 
 def test_unload_never_blocks_and_answers_when_the_group_is_gone(start_service: StartService) -> None:
-    service = start_service(lambda s: config_of(s, "alpha", "beta", "gamma"), workers=2)
+    def config(service: Service) -> dict[str, Any]:
+        given = config_of(service, "alpha", "beta", "gamma")
+        given["models"]["alpha"]["unloadTimeout"] = 60  # it is we who end its stream
+        given["models"]["gamma"]["unloadTimeout"] = 1
+        return given
+
+    service = start_service(config, workers=2)
     assert service.chat("alpha").status == service.chat("beta").status == 200
     with (
         service.stream("alpha", headers={"X-Fake": "chunks=1000, interval=0.05"}) as stream,
@@ -307,24 +313,33 @@ def test_unload_never_blocks_and_answers_when_the_group_is_gone(start_service: S
     ):
         events = iter(stream)
         next(events)
-        alpha, began = server_pid(service, "alpha"), time.monotonic()
+        alpha = server_pid(service, "alpha")
         unloads = [pool.submit(service.post, "/api/models/unload/alpha") for _ in range(3)]
         eventually(lambda: service.query("SELECT 1 FROM processes WHERE model='alpha' AND state='draining'"), "drains")
+        begun = "SELECT 1 FROM requests WHERE kind='unload' AND state='queued'"  # each sends away who came before it
+        eventually(lambda: len(service.query(begun)) == 3, "all three are under way")
         waiting = pool.submit(service.chat, "alpha")
         eventually(lambda: service.query("SELECT 1 FROM requests WHERE state='queued' AND kind='infer'"), "one waits")
         assert service.chat("beta").status == 200, "others are served meanwhile"
-        assert time.monotonic() - began < 2, "while alpha still has its time"
         again = pool.submit(service.post, "/api/models/unload")
         assert (waiting.result().status, waiting.result().code) == (503, "model_unloaded")
+        assert next(events) and lives(alpha) and not any(future.done() for future in unloads), "alpha has its time"
+        stream.close()
         assert [future.result().status for future in (*unloads, again)] == [200] * 4
-        took = time.monotonic() - began
         assert not lives(alpha), "answered when the process is gone"
-        assert 1.9 < took < 15, took
-        with pytest.raises(Exception, match=r"IncompleteRead|reset"):
-            assert list(events)[-1] == "[DONE]"
     assert service.running() == []
     assert service.post("/api/models/unload/alpha").status == 200, "idempotent"
     assert service.chat("alpha").status == 200
+
+    with service.stream("gamma", headers={"X-Fake": "chunks=1000, interval=0.05"}) as stream:
+        events = iter(stream)
+        next(events)
+        began = time.monotonic()
+        assert service.post("/api/models/unload/gamma").status == 200
+        assert time.monotonic() - began > 0.9, "it had its unloadTimeout, and no more"
+        assert not lives(server_pid(service, "gamma"))
+        with pytest.raises(Exception, match=r"IncompleteRead|reset"):
+            assert list(events)[-1] == "[DONE]"
 
 
 def test_ttl_counts_from_the_end_of_the_last_answer(start_service: StartService) -> None:

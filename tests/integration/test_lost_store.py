@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qmflask.router import Router
 from tests.integration.conftest import StartService
 from tests.integration.survival import lives, overlaps, persistent_chat
 from tests.service import Service, eventually
@@ -74,6 +76,31 @@ def safe_leases(service: Service) -> list[tuple[object, ...]]:
         return service.leases()
     except sqlite3.Error:
         return []
+
+
+def test_a_worker_that_drains_is_draining_in_a_new_store_too(tmp_path: Path) -> None:
+    """Else those that end with it would think that somebody takes over, and leave their answers no time."""
+    (tmp_path / "config.yaml").write_text("models: {}\n")
+    alive = [True]
+    router = Router(tmp_path / "config.yaml", tmp_path / "state", lambda: alive[0], 4)
+    path = tmp_path / "state" / "state.db"
+
+    def entered() -> list[tuple[str, int]]:
+        try:
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+                return db.execute("SELECT id, draining FROM workers").fetchall()
+        except sqlite3.Error:
+            return []
+
+    try:
+        assert entered() == [(router.worker, 0)]
+        alive[0] = False
+        router.start()
+        eventually(lambda: entered() == [(router.worker, 1)], "it drains")
+        path.unlink()
+        eventually(lambda: entered() == [(router.worker, 1)], "it drains in the new one", timeout=10)
+    finally:
+        router.stop()
 
 
 @pytest.mark.parametrize("fate", ["kept", "damaged", "another boot"])

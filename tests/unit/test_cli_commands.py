@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from qmflask import app
 from qmflask.app import _speaks_for_all
 from qmflask.cli import COMMANDS, main
 from qmflask.cli.examine import commands, configuration, growth, nginx, ports, state
@@ -21,7 +22,7 @@ from qmflask.cli.ps import lines as ps_lines
 from qmflask.cli.serve import arguments
 from qmflask.cli.service import Service
 from qmflask.cli.table import brief, span, table
-from qmflask.config import Source, load
+from qmflask.config import ConfigError, Problem, Source, load
 from qmflask.journal import Journal
 from qmflask.memory.samples import GIB, Card
 from qmflask.places import find_our_commands
@@ -84,6 +85,43 @@ def test_the_first_worker_speaks_for_those_that_start_with_it() -> None:
         return SimpleNamespace(age=age, cfg=SimpleNamespace(workers=2))
 
     assert [_speaks_for_all(w) for w in (worker(1), worker(2), worker(3), object())] == [True, False, True, True]
+
+
+EARLY, NEVER = 1 << 29, 1 << 30
+
+
+class Booting:
+    """A gunicorn worker that is told to end at the `told`th look, or before we look, as our class notes it."""
+
+    def __init__(self, age: int, told: int) -> None:
+        self.age, self.cfg, self.ppid = age, SimpleNamespace(workers=2), os.getppid()
+        self._left = told
+        self.told_early = told == EARLY
+
+    @property
+    def alive(self) -> bool:
+        self._left -= 1
+        return self._left > 0
+
+
+@pytest.mark.parametrize(
+    ("age", "told", "code", "says"), [(1, 1, 3, True), (2, 3, 0, False), (2, EARLY, 0, False), (2, NEVER, 3, False)]
+)
+def test_of_workers_that_cannot_boot_together_one_fails(
+    age: int, told: int, code: int, says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gunicorn's master ends with a traceback and code 1, and leaves the models running, if a second one fails too."""
+
+    def start(worker: object) -> None:
+        raise ConfigError([Problem("error", "nothing is right", "here")])
+
+    monkeypatch.setattr(app, "_runtime", SimpleNamespace(start=start))
+    monkeypatch.setattr(app, "setup_logging", lambda: None)
+    monkeypatch.setattr(app, "ANOTHER_FAILS", 0.1)
+    with pytest.raises(SystemExit) as end:
+        app.start_worker(Booting(age, told))
+    assert end.value.code == code
+    assert ("nothing is right" in capsys.readouterr().err) == says
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

@@ -9,6 +9,7 @@ import pytest
 
 from qmflask.commands import Commands
 from qmflask.config import Config, Model
+from qmflask.inforce import InForce
 from qmflask.states import State
 from qmflask.store import Store, admission, prepare_state_directory, reading, scheduling
 from qmflask.store.admission import Arrival
@@ -44,8 +45,9 @@ def test_an_unload_of_a_model_that_drains_for_an_unload(store: Store) -> None:
         scheduling.set_state(tx, "ant", State.DRAINING, "unload", deadline=NOW + 1)
     admission.enqueue(store, Arrival("id", "w1", "unload", "ant", NOW, 0.0))
     stops = Stops()
-    commands = Commands(store, term, stops, lambda: None)
-    commands.run(Config(models={"ant": Model(id="ant")}), NOW + 2)
+    in_force = InForce(store, lambda: 0, lambda: True)
+    commands = Commands(store, term, stops, lambda: None, in_force)
+    commands.run(0, Config(models={"ant": Model(id="ant")}), NOW + 2)
     with store.read() as tx:
         row = reading.process(tx, "ant")
     assert row is not None and row.state is State.STOPPING
