@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 #: Threads that wait at a door at most; the others sit idle. A connection wakes exactly one (accept(2) is exclusive).
 SPARE = 4
 #: How often one who waits looks whether the doors are being closed, in seconds. A draining worker accepts for so long.
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.2
 
 #: Takes over a connection: (socket, client's address, listener's address).
 Serve = Callable[[TimedSocket, Any, Any], None]
