@@ -62,7 +62,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._told_early = False  # to end, while we were still booting
+        self.told_early = False  # to end, while we were still booting
         self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
         self._terms = _terms(self.cfg)
         self._is_trusted = lru_cache(maxsize=1024)(self._is_allowed)
@@ -79,7 +79,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     def run(self) -> None:
         """The main thread: beat, and see the connections out at the end."""
-        if self._told_early:
+        if self.told_early:
             self.handle_exit(signal.SIGTERM, None)
         self.tpool.open([Door(listener.sock, _FIRST_SECONDS, _SILENT_SECONDS) for listener in self.sockets])
         while self.alive and self.is_parent_alive():
@@ -111,7 +111,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         Who is replaced while it boots boots all the same: after HUP upon HUP nobody else may be there to serve.
         """
         if not self.booted:
-            self._told_early = True
+            self.told_early = True
         elif self.may_go is None or not self._is_replaced():
             self.alive = False
         elif self._give_way_by is None:  # the master repeats itself
