@@ -21,6 +21,9 @@ SPARE = 4
 #: How often one who waits looks whether the doors are being closed, in seconds. A draining worker accepts for so long.
 LOOK_SECONDS = 0.2
 
+#: How often the log says that nothing can be accepted.
+_QUIET_SECONDS = 10.0
+
 #: Takes over a connection: (socket, client's address, listener's address).
 Serve = Callable[[TimedSocket, Any, Any], None]
 
@@ -100,6 +103,7 @@ class Crew:
         self._count = 0
         self._busy = 0
         self._closed = False
+        self._quiet_until = 0.0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
@@ -165,9 +169,11 @@ class Crew:
         try:
             return door.accept()
         except Exception as error:  # out of descriptors, say: it must not end the thread, nor fill the log
-            if not self._closed:
+            now = time.monotonic()
+            if not self._closed and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
                 log.error("no connection can be accepted: %s", error)
-                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
             return None
 
     def _run(self, sock: TimedSocket, client: Any, address: Any) -> None:

@@ -28,9 +28,9 @@ workers = int(os.environ.get("WEB_CONCURRENCY") or min(max(len(os.sched_getaffin
 # A waiting thread costs some ten kilobytes. Above this number a worker answers 503 `overloaded`.
 threads = 64
 
-# For plain `gthread`: never accept what no thread is free for. With gunicorn's default of 1000 a full worker takes
-# connections that then stall, while the other workers stand idle. With this, as with our worker, which needs no telling,
-# the kernel's backlog is one fair queue for all.
+# For plain `gthread`, our worker needs no telling: never accept what no thread is free for. With gunicorn's default of
+# 1000 a full worker takes connections that then stall, while the other workers stand idle. With this the kernel's
+# backlog is one fair queue for all.
 worker_connections = threads
 
 # An idle client connection would hold a thread. nginx keeps them for us.

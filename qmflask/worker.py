@@ -16,6 +16,7 @@ from typing import Any
 
 from gunicorn import SERVER
 from gunicorn.http.wsgi import WSGIErrorsWrapper, base_environ
+from gunicorn.util import close_graceful
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from qmflask import plain
@@ -171,17 +172,18 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         return any(ip in network for network in self.cfg.forwarded_allow_networks())
 
     def _serve_plainly(self, environ: dict[str, Any], sock: TimedSocket, client: Any, server: Any) -> None:
-        """All that the client had to say has been read: nothing is left that would turn our close into a reset."""
         environ["gunicorn.socket"] = sock
         plain.enter_addresses(environ, client, server)
         self._count()
         answer = plain.Answer(environ["REQUEST_METHOD"], sock.sendall, SERVER)
+        whole = False
         try:
             pieces = self.wsgi(environ, answer.start_response)
             try:
                 for piece in pieces:
                     answer.write(piece)
                 answer.close()
+                whole = True
             finally:
                 if hasattr(pieces, "close"):
                     pieces.close()
@@ -194,15 +196,19 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             else:
                 self.handle_error(None, sock, client, error)
         finally:
-            sock.close()
+            if whole:  # and all that the client had to say was read: nothing is left to turn our close into a reset
+                sock.close()
+            else:
+                close_graceful(sock)
 
     def _serve_generally(self, sock: TimedSocket, client: Any, server: Any, read: bytes) -> None:
         """By gunicorn: TLS, HTTP/2, kept connections, large and unusual requests. `read` has been read already."""
         sock.settimeout(_SILENT_SECONDS)
         conn = TConn(self.cfg, sock, client, server)
         try:
-            conn.init()
             if read:
+                conn.init()
+                conn.data_ready = True
                 conn.parser.unreader.unread(read)
             while self.handle(conn) is True and self.alive:
                 if not _readable(conn.sock, self.cfg.keepalive):
