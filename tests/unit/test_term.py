@@ -206,7 +206,7 @@ class Sights:
 def test_where_nothing_happens_the_queue_is_read_once(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     sights = Sights(monkeypatch)
     box.lead()
-    assert sights.count == 1
+    assert sights.count <= 2, "once, and once more if memory was measured meanwhile"
 
 
 def test_what_others_write_is_seen(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_what_others_write_is_seen(box: Box, monkeypatch: pytest.MonkeyPatch) ->
 
     def change() -> None:
         with elsewhere.write() as tx:
-            scheduling.update_process(tx, "old", tick=next(ticks))
+            scheduling.update_process(tx, "old", used_at=next(ticks))
 
     with box.store.write() as tx:
         scheduling.restore(tx, "old", State.STOPPED, "it was never there")
@@ -228,7 +228,7 @@ def test_what_the_leader_itself_writes_is_seen(box: Box, monkeypatch: pytest.Mon
 
     def change() -> None:
         with box.store.write() as tx:
-            scheduling.update_process(tx, "old", tick=1)
+            scheduling.update_process(tx, "old", used_at=1)
 
     with box.store.write() as tx:
         scheduling.restore(tx, "old", State.STOPPED, "it was never there")
