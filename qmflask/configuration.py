@@ -177,6 +177,11 @@ class Configuration:
         if self._reading is None or not (wait or self._reading.done()):
             return None
         reader, self._reading = self._reading, None
+        if reader.mark != mark_of(self.source):  # it is not what stands there now: the next look reads that
+            self._next_look = 0
+            return None
+        if self._is_in_force(store, reader.mark):
+            return None
         return self._take(store, reader, patient=True)
 
     def _is_in_force(self, store: Store, mark: str) -> bool:

@@ -80,3 +80,24 @@ def test_the_leader_does_not_wait_while_a_file_is_read(
     assert reader is not None and reader._process is not None and not reader.done()
     reader._process.kill()
     assert leader.look(store, 9 * SECOND, wait=True) is None, "patience"
+
+
+def test_what_was_overtaken_while_it_was_read_is_not_published(store: Store, tmp_path: Path) -> None:
+    """By another worker with the same content, then by a newer file."""
+    source = tmp_path / "config.yaml"
+    source.write_text(ONE)
+    leader, other = (Configuration(source, tmp_path / "state") for _ in range(2))
+    leader.boot(store, "master")
+    other.boot(store, "master")
+    for second, (text, newer) in enumerate(((TWO, TWO), (ONE, ONE + "logLevel: error\n")), 1):
+        source.write_text(text)
+        assert leader.look(store, 2 * second * SECOND) is None and leader._reading is not None
+        if newer != text:
+            source.write_text(newer)
+        assert other.reload(store) == ""
+        published = generation(store)
+        assert leader.look(store, 2 * second * SECOND, wait=True) is None and leader._reading is None
+        assert generation(store) == published
+    assert leader.look(store, 4 * SECOND, wait=True) is None, "it is in force"
+    source.write_text(TWO)
+    assert leader.look(store, 9 * SECOND, wait=True) == ""
