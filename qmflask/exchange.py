@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -20,6 +21,7 @@ from qmflask.errors import BadRequest, ClientGone, UpstreamTimeout, UpstreamUnre
 from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client, probe_peer
 from qmflask.headers import Header
+from qmflask.timedsocket import TimedSocket
 
 #: Bytes taken from the socket at once; also the longest body that leaves in one packet with its head.
 BLOCK = 64 * 1024
@@ -91,9 +93,8 @@ class Exchange:
     @property
     def place(self) -> tuple[str, int]:
         """Host and port of the server. Raises UpstreamUnreachable."""
-        parts = urlsplit(self.origin)
         try:
-            return parts.hostname or "", parts.port or (443 if self.secure else 80)
+            return _place(self.origin)
         except ValueError as error:
             raise UpstreamUnreachable(f"{self.request.name} has no usable address: {self.request.url!r}") from error
 
@@ -131,13 +132,15 @@ class Exchange:
             raise self.failure(error) from error
         problem: OSError | None = None
         for family, address in addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = TimedSocket(family, socket.SOCK_STREAM)
             try:
-                sock.settimeout(self.request.timeouts.connect or None)
                 for option in options or ():
                     sock.setsockopt(*option)
                 self.hold(sock)
-                sock.connect(address)
+                limit = self.request.timeouts.connect or None
+                if self.secure:
+                    sock.settimeout(limit)  # for a proxy's word and the handshake, too
+                sock.connect_within(address, limit)
                 if not address[0].startswith("127."):
                     probe_peer(sock)  # a peer's host may vanish amid an answer without a word
                 return sock
@@ -291,6 +294,12 @@ def set_timeout(sock: socket.socket, seconds: float | None) -> None:
     """Set a socket's timeout where it differs: each call is a system call, and a chance for other threads."""
     if sock.gettimeout() != seconds:
         sock.settimeout(seconds)
+
+
+@lru_cache(maxsize=256)
+def _place(origin: str) -> tuple[str, int]:
+    parts = urlsplit(origin)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _target(rest: str) -> str:

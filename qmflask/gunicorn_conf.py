@@ -17,9 +17,8 @@ wsgi_app = "qmflask.app:app"
 # to face the world: put nginx in front (conf/nginx.conf), then this may be a unix socket (unix:/run/...).
 bind = [f"127.0.0.1:{os.environ.get('PORT') or 8080}"]
 
-# Threads, because a stream or a request that waits for a model holds one, doing nothing, for minutes; and gthread's
-# with two things mended: a client that keeps its side open holds up nobody, and a drain sees the answers out. Plain
-# `gthread` works too.
+# Threads, because a stream or a request that waits for a model holds one, doing nothing, for minutes. Ours accept and
+# serve by themselves, and a drain sees the answers out. Plain `gthread` works too.
 worker_class = "qmflask.worker.Worker"
 
 # Cores, but two at least: the second serves on, and takes over the scheduling, when the first dies. More than
@@ -29,11 +28,12 @@ workers = int(os.environ.get("WEB_CONCURRENCY") or min(max(len(os.sched_getaffin
 # A waiting thread costs some ten kilobytes. Above this number a worker answers 503 `overloaded`.
 threads = 64
 
-# Never accept what no thread is free for: with gunicorn's default of 1000 a full worker takes connections that
-# then stall, while the other workers stand idle. With this the kernel's backlog is one fair queue for all.
+# For plain `gthread`, our worker needs no telling: never accept what no thread is free for. With gunicorn's default of
+# 1000 a full worker takes connections that then stall, while the other workers stand idle. With this the kernel's
+# backlog is one fair queue for all.
 worker_connections = threads
 
-# Idle client connections would count against worker_connections. nginx keeps them for us.
+# An idle client connection would hold a thread. nginx keeps them for us.
 keepalive = 0
 
 # TERM: answers that still run after this long are cut. At HUP an old worker serves on until the new ones are up, and

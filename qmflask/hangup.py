@@ -131,7 +131,8 @@ class HangupWatcher:
         if watched.fd < 0:
             client.cancel()
             return
-        probe_peer(sock)
+        if not getattr(sock, "probed", False):  # connections may inherit it from their listener
+            probe_peer(sock)
         with self._lock:
             if self._closing:
                 return

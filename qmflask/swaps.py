@@ -129,7 +129,7 @@ class Swaps:
         _, config, rules = self._configuration()
         with self._store.write(self._generation) as tx:
             swap = next((swap for swap in reading.swaps(tx) if swap.target == model), None)
-            rows = sorted(reading.processes(tx).values(), key=lambda row: (row.tick, row.model))
+            rows = sorted(reading.processes(tx).values(), key=lambda row: (row.used_at, row.model))
             room = [row.model for row in rows if self._may_go(tx, config, row, found.pool, model, now)]
             if swap is None or swap.retried or not room or not scheduling.wanted(tx, model):
                 return False

@@ -1,84 +1,108 @@
-"""gunicorn's threaded worker, where connections are closed by the threads that serve them; drains see answers out."""
+"""gunicorn's threaded worker, whose threads accept and serve by themselves; drains see answers out."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import select
-import selectors
 import signal
-import threading
+import socket
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import lru_cache
 from typing import Any
 
+from gunicorn import SERVER
+from gunicorn.http.wsgi import WSGIErrorsWrapper, base_environ
+from gunicorn.util import close_graceful
 from gunicorn.workers.gthread import TConn, ThreadWorker
+
+from qmflask import plain
+from qmflask.crew import Crew, Door
+from qmflask.timedsocket import TimedSocket
 
 log = logging.getLogger(__name__)
 
-#: How often a worker proves to the master that it lives, in seconds; gthread does it for every event.
+#: How often a worker proves to the master that it lives, and looks whether it may end, in seconds.
 _BEAT_SECONDS = 0.5
 #: How long a worker that is replaced serves on at most until its successors are up, and how often it looks. They are
 #: usually up within a second; the master gives up on one that boots for longer than `timeout`.
 _HANDOVER_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
+#: How long a client may be silent before its first bytes (browsers connect ahead, and may never ask), and later on.
+_FIRST_SECONDS = 10.0
+_SILENT_SECONDS = 60.0
+#: Bytes read at first: nearly every request whole.
+_BLOCK = 64 * 1024
+#: Settings that make every request gunicorn's own business, unless they are as they come (or as we ship them).
+_GENERAL_ONLY = (
+    *("certfile", "keyfile", "proxy_protocol", "accesslog", "logconfig", "logconfig_dict", "logconfig_json", "syslog"),
+    *("statsd_host", "logger_class", "pre_request", "post_request"),
+)
+#: How a client's leaving shows.
+_LEFT = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     """What differs from `gthread` (gunicorn 27; field notes A2, A3, A5):
 
-    - A served connection is closed by its own thread. There, the main thread does it, which costs two switches between
-      threads, and accepts nothing while a client keeps its side open, up to 2 s.
-    - A connection wakes one thread, the one that was busy last.
+    - The threads accept connections, serve and close them, each by itself. There, the main thread accepts and closes,
+      which costs four switches between threads, wakes every worker for each connection, and lets nobody in while a
+      client keeps its side open, up to 2 s.
+    - A plain request (`plain`) is served without gunicorn's parser and response, which cost a third of a small request.
     - At HUP a worker serves on until its successors are up; gthread's stops at once, and nobody serves meanwhile.
     - A worker that drains closes its listening sockets, so that clients who come now are refused at once and not left
       in the queue of a socket nobody serves; and it lives, with heartbeat, until its last answer has ended. On TERM the
       master's `graceful_timeout` bounds that; after HUP nothing does.
+    - `worker_connections` means nothing here: a connection has a thread from beginning to end, a kept one too.
     """
 
     alive: bool  # until TERM, or until the master is gone
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ended: deque[None] = deque()  # connections closed by their threads, not yet taken off nr_conns
-        self._beaten = 0.0
         self.told_early = False  # to end, while we were still booting
         self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
+        self._terms = _terms(self.cfg)
+        self._is_trusted = lru_cache(maxsize=1024)(self._is_allowed)
         #: Whether our successors are up; without an application that knows we do not wait for them.
         self.may_go: Callable[[], bool] | None = None
 
-    def get_thread_pool(self) -> Threads:
-        """Called by gunicorn before the application is loaded."""
-        return Threads(self.cfg.threads, self._serve)
+    @classmethod
+    def check_config(cls, cfg: Any, log: Any) -> None:
+        """gthread's advice is about `worker_connections`."""
 
-    def notify(self) -> None:
-        """The heartbeat, at most every half second."""
-        now = time.monotonic()
-        if now - self._beaten >= _BEAT_SECONDS:
-            self._beaten = now
-            super().notify()
+    def get_thread_pool(self) -> Crew:
+        """Called by gunicorn before the application is loaded."""
+        return Crew(self.cfg.threads, self._serve)
 
     def run(self) -> None:
-        """The main thread: accept, beat, and see the connections out at the end."""
-        self.poller.register(self.method_queue.fileno(), selectors.EVENT_READ, self.method_queue.run_callbacks)
+        """The main thread: beat, and see the connections out at the end."""
         if self.told_early:
             self.handle_exit(signal.SIGTERM, None)
+        self.tpool.open([Door(listener.sock, _FIRST_SECONDS, _SILENT_SECONDS) for listener in self.sockets])
         while self.alive and self.is_parent_alive():
-            self._turn(accept=True)
+            self.notify()
+            self._sleep(_BEAT_SECONDS if self._give_way_by is None else _LOOK_SECONDS)
             self._give_way()
         self.alive = False
-        self.set_accept_enabled(False)
+        self.tpool.close()
+        self.tpool.wait_for_doors(_BEAT_SECONDS)
         for listener in self.sockets:
             listener.close()
-        while self.nr_conns > 0:
-            self._turn(accept=False)
-        self.tpool.shutdown(wait=False)
+        while not self.tpool.wait(_BEAT_SECONDS):
+            self.notify()
         self.poller.close()
         self.method_queue.close()
+
+    def _sleep(self, seconds: float) -> None:
+        """Until a signal comes, at most so long; Python writes each one to the pipe (`signal.set_wakeup_fd`)."""
+        poller = select.poll()
+        poller.register(self.PIPE[0], select.POLLIN)
+        if poller.poll(seconds * 1000):
+            os.read(self.PIPE[0], 4096)
 
     # -- being replaced ---------------------------------------------------------------------------------------
 
@@ -90,10 +114,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         if not self.booted:
             self.told_early = True
         elif self.may_go is None or not self._is_replaced():
-            super().handle_exit(sig, frame)
+            self.alive = False
         elif self._give_way_by is None:  # the master repeats itself
             self._give_way_by = time.monotonic() + _HANDOVER_SECONDS
-            self.method_queue.defer(_nothing)
 
     def _is_replaced(self) -> bool:
         """Whether the service goes on without us: a master that ends closes its listening sockets before all else."""
@@ -120,132 +143,121 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     # -- connections ------------------------------------------------------------------------------------------
 
-    def accept(self, listener: Any) -> None:
-        """Called by the poller when a client has come."""
-        try:
-            sock, address = listener.accept()
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.EWOULDBLOCK):
-                raise
-            return
-        self.nr_conns += 1
-        self.enqueue_req(_Connection(self.cfg, sock, address, listener.getsockname()))
-
-    def enqueue_req(self, conn: Any) -> None:
-        """Have a thread serve the next request of a connection."""
-        self.tpool.submit(conn)
-
-    def _turn(self, *, accept: bool) -> None:
-        self.notify()
-        while self._ended:
-            self._ended.pop()
-            self.nr_conns -= 1
-        if not accept and self.nr_conns <= 0:
-            return  # seen out: nothing would wake us
-        self.set_accept_enabled(accept and self.nr_conns < self.worker_connections)
-        if self._accepting or not self._ended:  # an end that came meanwhile makes room: no need to wait for events
-            self.wait_for_and_dispatch_events(timeout=1.0 if self._give_way_by is None else _LOOK_SECONDS)
-        self.murder_keepalived()
-        self.murder_pending()
-
-    def _serve(self, conn: Any) -> None:
-        """In a thread of the pool: one request."""
-        again = self.handle(conn)
-        if again:  # kept alive, or nothing has come yet: the main thread watches it
-            result: Future[Any] = Future()
-            result.set_result(again)
-            self.method_queue.defer(self.finish_request, conn, result)
+    def _serve(self, sock: TimedSocket, client: Any, server: Any) -> None:
+        """In a thread of the crew: one connection, from its first bytes to its end."""
+        if self._terms is None:
+            self._serve_generally(sock, client, server, b"")
             return
         try:
-            conn.close(graceful=True)
-        finally:  # a socket that is closed already cannot be closed gracefully; its place is free all the same
-            self._ended.append(None)
-            if not self._accepting:  # full, or draining: the main thread waits for this
-                self.method_queue.defer(_nothing)
+            data = sock.recv(_BLOCK)
+        except OSError:  # silent, or gone
+            data = b""
+        if not data:
+            sock.close()
+            return
+        environ = plain.environ_of(data, self._terms, not isinstance(client, tuple) or self._is_trusted(client[0]))
+        if environ is None:
+            self._serve_generally(sock, client, server, data)
+        else:
+            self._serve_plainly(environ, sock, client, server)
 
+    def _is_allowed(self, address: str) -> bool:
+        """Whether this peer may say which scheme its own client used: gunicorn's `forwarded_allow_ips`."""
+        if "*" in self.cfg.forwarded_allow_ips:
+            return True
+        try:
+            ip = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(ip in network for network in self.cfg.forwarded_allow_networks())
 
-class Threads:
-    """Up to `limit` threads that `run` jobs. Each waits on a lock of its own, so that a job wakes exactly one."""
-
-    def __init__(self, limit: int, run: Callable[[Any], None]) -> None:
-        self._limit = limit
-        self._run = run
-        self._lock = threading.Lock()
-        self._idle: list[_Seat] = []
-        self._waiting: deque[Any] = deque()
-        self._count = 0
-        self._closed = False
-
-    def submit(self, job: Any) -> None:
-        """Run `job` in an idle thread, a new one, or the next that has time."""
-        with self._lock:
-            if self._idle:
-                self._idle.pop().give(job)
-            elif self._count < self._limit:
-                self._count += 1
-                # Daemons: a stopped worker's last threads must not keep its process alive.
-                threading.Thread(target=self._work, args=(job,), name=f"request-{self._count}", daemon=True).start()
-            else:
-                self._waiting.append(job)
-
-    def shutdown(self, wait: bool = False) -> None:
-        """Let the idle threads end; busy ones end after their job. Jobs that wait are dropped."""
-        with self._lock:
-            self._closed = True
-            self._waiting.clear()
-            while self._idle:
-                self._idle.pop().give(None)
-
-    def _work(self, job: Any) -> None:
-        seat = _Seat()
-        while job is not None:
+    def _serve_plainly(self, environ: dict[str, Any], sock: TimedSocket, client: Any, server: Any) -> None:
+        environ["gunicorn.socket"] = sock
+        plain.enter_addresses(environ, client, server)
+        self._count()
+        answer = plain.Answer(environ["REQUEST_METHOD"], sock.sendall, SERVER)
+        whole = False
+        try:
+            pieces = self.wsgi(environ, answer.start_response)
             try:
-                self._run(job)
-            except Exception:
-                log.exception("A connection ended in an error that nobody caught.")
-            job = self._next(seat)
+                for piece in pieces:
+                    answer.write(piece)
+                answer.close()
+                whole = True
+            finally:
+                if hasattr(pieces, "close"):
+                    pieces.close()
+        except OSError as error:
+            if error.errno not in _LEFT:
+                log.exception("the socket failed at %s", environ["RAW_URI"])
+        except Exception as error:
+            if answer.begun:
+                log.exception("an answer to %s was cut", environ["RAW_URI"])
+            else:
+                self.handle_error(None, sock, client, error)
+        finally:
+            if whole:  # and all that the client had to say was read: nothing is left to turn our close into a reset
+                sock.close()
+            else:
+                close_graceful(sock)
 
-    def _next(self, seat: _Seat) -> Any:
-        with self._lock:
-            if self._waiting:
-                return self._waiting.popleft()
-            if self._closed:
-                return None
-            self._idle.append(seat)
-        return seat.take()
+    def _serve_generally(self, sock: TimedSocket, client: Any, server: Any, read: bytes) -> None:
+        """By gunicorn: TLS, HTTP/2, kept connections, large and unusual requests. `read` has been read already."""
+        sock.settimeout(_SILENT_SECONDS)
+        conn = TConn(self.cfg, sock, client, server)
+        try:
+            if read:
+                conn.init()
+                conn.data_ready = True
+                conn.parser.unreader.unread(read)
+            while self.handle(conn) is True and self.alive:
+                if not _readable(conn.sock, self.cfg.keepalive):
+                    break
+        finally:
+            conn.close(graceful=True)
+
+    def _count(self) -> None:
+        self.nr += 1
+        if self.nr >= self.max_requests and self.alive:
+            self.log.info("Autorestarting worker after current request.")
+            self.alive = False
 
 
-class _Seat:
-    """Where an idle thread waits for its next job."""
-
-    def __init__(self) -> None:
-        self._job: Any = None
-        self._full = threading.Lock()
-        self._full.acquire()
-
-    def give(self, job: Any) -> None:
-        self._job = job
-        self._full.release()
-
-    def take(self) -> Any:
-        self._full.acquire()
-        job, self._job = self._job, None
-        return job
+def _readable(sock: socket.socket, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))
 
 
-class _Connection(TConn):  # type: ignore[misc]
-    """A connection whose first byte is waited for with one system call instead of four."""
+def _terms(cfg: Any) -> plain.Terms | None:
+    """What the settings say of plain requests; None when gunicorn is to handle them all."""
+    odd = any(cfg.settings[name].get() != cfg.settings[name].default for name in _GENERAL_ONLY if name in cfg.settings)
+    if odd or cfg.keepalive or cfg.http_protocols != ["h1"] or os.environ.get("SCRIPT_NAME"):
+        return None
+    base = {
+        **base_environ(cfg),
+        "wsgi.errors": _Errors(cfg),
+        "wsgi.multithread": True,
+        "SERVER_PROTOCOL": "HTTP/1.1",
+        "SCRIPT_NAME": "",
+    }
+    secure = {f"HTTP_{name.replace('-', '_')}": value for name, value in cfg.secure_scheme_headers.items()}
+    limits = (cfg.limit_request_line, cfg.limit_request_fields, cfg.limit_request_field_size)
+    line, fields, size = (limit if limit > 0 else plain.MAX_HEAD for limit in limits)
+    return plain.Terms(base, secure, line, fields, size)
 
-    data_ready: bool
 
-    def wait_for_data(self, timeout: float) -> bool:
-        """True when something can be read within `timeout` seconds."""
-        if not self.data_ready:
-            poller = select.poll()
-            with contextlib.suppress(ValueError):  # closed meanwhile
-                poller.register(self.sock, select.POLLIN)
-                self.data_ready = bool(poller.poll(timeout * 1000))
-        return self.data_ready
+class _Errors:
+    """`wsgi.errors`, which goes to wherever gunicorn's own log goes at that moment."""
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+
+    def write(self, text: str) -> None:
+        WSGIErrorsWrapper(self._cfg).write(text)
+
+    def flush(self) -> None:
+        """Every write is flushed."""
 
 
 def _link(path: str) -> str:
@@ -253,7 +265,3 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:  # closed meanwhile
         return ""
-
-
-def _nothing() -> None:
-    """Wakes the main thread, that is all."""

@@ -14,6 +14,7 @@ from qmflask.policy.rules import Rules
 from qmflask.policy.schedule import Action, Reject, RequestView, Serve, Snapshot, admit
 from qmflask.store import reading
 from qmflask.store.database import Store
+from qmflask.store.schema import NEW_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,21 @@ class Ended:
     retry_after: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Cached:
+    """What is true while `key` is: (schedule_version, configuration's generation, id of its rules)."""
+
+    key: tuple[int, int, int]
+    snapshot: Snapshot
+    proxies: dict[str, str | None]
+
+
 class Admissions:
     """The fast path: decides with a snapshot cached by schedule_version, and grants if that is still the version."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._cache: tuple[tuple[int, int, int], Snapshot] | None = None
+        self._cache: _Cached | None = None
 
     def admit(self, rules: Rules, generation: int, arrival: Arrival, now: int) -> Granted | Queued | Reject | Stale:
         """Grant at once, queue or refuse `arrival`; `generation` is the configuration that `rules` are made of."""
@@ -86,30 +96,35 @@ class Admissions:
             if isinstance(action, Reject):
                 return action
             if isinstance(action, Serve):
-                request = _insert(tx, arrival, "granted", now)
-                query = "SELECT proxy FROM processes WHERE model = ?"
-                return Granted(request, tx.execute(query, (arrival.model,)).fetchone()["proxy"])
-            return Queued(_insert(tx, arrival, "queued", None))
+                request = _insert(tx, arrival, "granted", now, now)
+                return Granted(request, self._proxy(arrival.model))
+            return Queued(_insert(tx, arrival, "queued", now))
 
     def _grant_at_once(self, rules: Rules, generation: int, arrival: Arrival, now: int) -> Granted | None:
         """A lease in one statement, if the cached snapshot gives one and is still that of the store."""
         if self._cache is None:
             return None
-        (version, *of), snapshot = self._cache
+        (version, *of), snapshot = self._cache.key, self._cache.snapshot
         if of != [generation, id(rules)] or _limit(snapshot, arrival.model):
             return None
         if not isinstance(admit(snapshot, _view(arrival), now), Serve):
             return None
-        rows = self._store.statement(_GRANT, (*_values(arrival, "granted", now), version, generation))
-        return Granted(*rows[0]) if rows else None
+        request = self._store.insert(_GRANT, (*_values(arrival, "granted", now, now), version, generation))
+        return None if request is None else Granted(request, self._proxy(arrival.model))
+
+    def _proxy(self, model: str) -> str:
+        """Where a model listens that the cached snapshot knows as ready."""
+        proxy = self._cache.proxies.get(model) if self._cache is not None else None
+        assert proxy is not None
+        return proxy
 
     def _decide(
         self, tx: sqlite3.Connection, rules: Rules, version: int, generation: int, arrival: Arrival, now: int
     ) -> Action:
         key = (version, generation, id(rules))
-        if self._cache is None or self._cache[0] != key:
-            self._cache = (key, reading.snapshot(tx, rules, whole=False))
-        snapshot = self._cache[1]
+        if self._cache is None or self._cache.key != key:
+            self._cache = _Cached(key, reading.snapshot(tx, rules, whole=False), reading.proxies(tx))
+        snapshot = self._cache.snapshot
         if _limit(snapshot, arrival.model):
             query = "SELECT COUNT(*) FROM requests WHERE model = ? AND kind = 'infer'"
             count = tx.execute(query, (arrival.model,)).fetchone()[0]
@@ -126,16 +141,12 @@ def _view(arrival: Arrival) -> RequestView:
     return RequestView(0, arrival.model, arrival.arrival, arrival.priority, arrival.patience_at)
 
 
-#: The trigger `request_arrived` stamps counter and model.
 _INSERT = (
     "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, priority, patience_at,"
-    " granted_at, detail) SELECT tick + 1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM scheduler"
+    f" granted_at, detail) SELECT {NEW_ID}, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ? FROM scheduler"
 )
-_GRANT = (
-    f"{_INSERT} WHERE schedule_version = ? AND config_generation = ?"
-    " RETURNING id, (SELECT proxy FROM processes WHERE processes.model = requests.model)"
-)
-#: The trigger `lease_ended` stamps counter and model, and removes the row.
+_GRANT = f"{_INSERT} WHERE schedule_version = ? AND config_generation = ?"
+#: The trigger `lease_ended` stamps the model, and removes the row.
 _END = (
     "UPDATE requests SET ended_at = ?, answered = ? WHERE id = ?"
     " RETURNING EXISTS (SELECT 1 FROM requests WHERE state <> 'granted'),"
@@ -143,13 +154,15 @@ _END = (
 )
 
 
-def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, granted_at: int | None) -> int:
-    request: int = tx.execute(f"{_INSERT} RETURNING id", _values(arrival, state, granted_at)).fetchone()[0]
+def _insert(tx: sqlite3.Connection, arrival: Arrival, state: str, now: int, granted_at: int | None = None) -> int:
+    request = tx.execute(_INSERT, _values(arrival, state, now, granted_at)).lastrowid
+    assert request is not None
     return request
 
 
-def _values(arrival: Arrival, state: str, granted_at: int | None) -> tuple[Any, ...]:
+def _values(arrival: Arrival, state: str, now: int, granted_at: int | None) -> tuple[Any, ...]:
     return (
+        now,
         arrival.public_id,
         arrival.worker,
         arrival.kind,
@@ -167,7 +180,7 @@ def _values(arrival: Arrival, state: str, granted_at: int | None) -> tuple[Any, 
 def enqueue(store: Store, arrival: Arrival, state: str = "pending") -> int:
     """Queue a command for the leader (load, unload, reload) without deciding; returns the row's id."""
     with store.write() as tx:
-        return _insert(tx, arrival, state, None)
+        return _insert(tx, arrival, state, time.monotonic_ns())
 
 
 def release(store: Store, request: int, model: str, now: int, hold_until: int | None, answered: bool = True) -> bool:
@@ -239,7 +252,7 @@ def drop_rows(store: Store, ids: Sequence[int]) -> None:
 def reinsert(store: Store, arrival: Arrival, now: int) -> int:
     """Insert a lease again that the store lost; returns its new id."""
     with store.write() as tx:
-        return _insert(tx, arrival, "granted", now)
+        return _insert(tx, arrival, "granted", now, now)
 
 
 def cancel(store: Store, public_id: str) -> list[str]:

@@ -182,19 +182,17 @@ class Store:
     def _migrate(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
         try:
+            _drop_indexes_and_triggers(connection)
             for statement in _statements(SCHEMA):
                 connection.execute(statement)
             _add_missing_columns(connection)
             for name, action in TRIGGERS.items():
-                connection.execute(f"DROP TRIGGER IF EXISTS {name}")
                 connection.execute(f"CREATE TRIGGER {name} {action}")
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             connection.execute(f"PRAGMA application_id={_TABLES}")
             row = connection.execute("SELECT boot_id FROM scheduler").fetchone()
             if row is None:
-                # Ids of a store that was lost must not come again: workers still hold some of them.
-                values = (self.boot_id, time.time_ns() // 1000)
-                connection.execute("INSERT INTO scheduler (id, boot_id, tick) VALUES (1, ?, ?)", values)
+                connection.execute("INSERT INTO scheduler (id, boot_id) VALUES (1, ?)", (self.boot_id,))
             elif row["boot_id"] != self.boot_id:
                 for statement in _statements(FORGET_ON_BOOT):
                     connection.execute(statement)
@@ -231,7 +229,16 @@ class Store:
         """One statement that is a write transaction of its own; gives its rows. Raises like `write`."""
         with self._lock:
             try:
-                return _patiently(self._connection, sql, values)
+                return _patiently(self._connection, sql, values)[1]
+            except sqlite3.DatabaseError as err:
+                self._failed(err)
+
+    def insert(self, sql: str, values: Sequence[Any]) -> int | None:
+        """One INSERT of one row that is a write transaction of its own; the row's id, None if its condition failed."""
+        with self._lock:
+            try:
+                cursor, _ = _patiently(self._connection, sql, values)
+                return cursor.lastrowid if cursor.rowcount else None
             except sqlite3.DatabaseError as err:
                 self._failed(err)
 
@@ -286,7 +293,9 @@ class Store:
             self._connection.close()
 
 
-def _patiently(connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
+def _patiently(
+    connection: sqlite3.Connection, sql: str, values: Sequence[Any] = ()
+) -> tuple[sqlite3.Cursor, list[sqlite3.Row]]:
     """Execute, again and again while another process has the lock, for BUSY_TIMEOUT_MS.
 
     SQLite's own handler sleeps a millisecond at least, in which every thread of the process waits for this one;
@@ -296,7 +305,8 @@ def _patiently(connection: sqlite3.Connection, sql: str, values: Sequence[Any] =
     pause = 0.00005
     while True:
         try:
-            return connection.execute(sql, values).fetchall()
+            cursor = connection.execute(sql, values)
+            return cursor, cursor.fetchall()
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() >= deadline:
                 raise
@@ -335,6 +345,13 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return info.st_dev, info.st_ino
+
+
+def _drop_indexes_and_triggers(connection: sqlite3.Connection) -> None:
+    """Those of another version; ours are made again."""
+    query = "SELECT type, name FROM sqlite_master WHERE type IN ('index', 'trigger') AND sql IS NOT NULL"
+    for kind, name in connection.execute(query).fetchall():
+        connection.execute(f"DROP {kind} {name}")
 
 
 def _add_missing_columns(connection: sqlite3.Connection) -> None:

@@ -29,6 +29,11 @@ def process(tx: sqlite3.Connection, model: str) -> ProcessRow | None:
     return ProcessRow.of(row) if row else None
 
 
+def proxies(tx: sqlite3.Connection) -> dict[str, str | None]:
+    """Where models listen, or last did."""
+    return dict(tx.execute("SELECT model, proxy FROM processes").fetchall())
+
+
 def swaps(tx: sqlite3.Connection) -> list[SwapRow]:
     """Open swaps, oldest first."""
     return [SwapRow.of(row) for row in tx.execute("SELECT * FROM swaps ORDER BY id")]
@@ -103,21 +108,26 @@ def selector_load(tx: sqlite3.Connection, selector: str, worker: str) -> Selecto
 
 def leases(tx: sqlite3.Connection) -> dict[str, int]:
     """Granted requests by model."""
-    query = "SELECT model, COUNT(*) AS n FROM requests WHERE state = 'granted' GROUP BY model"
-    return {row["model"]: row["n"] for row in tx.execute(query)}
+    return {model: count for model, (count, _) in _granted(tx).items()}
+
+
+def _granted(tx: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+    """How many requests of a model are granted, and when the newest was."""
+    query = "SELECT model, COUNT(*), MAX(granted_at) FROM requests WHERE state = 'granted' GROUP BY model"
+    return {model: (count, newest) for model, count, newest in tx.execute(query)}
 
 
 def snapshot(tx: sqlite3.Connection, rules: Rules, *, whole: bool) -> Snapshot:
     """What a decision looks at. `whole` adds queue and lease counts; without them it may be cached by schedule_version,
     because nothing else in it changes without a bump."""
-    counts = leases(tx) if whole else {}
+    granted = _granted(tx) if whole else {}
     views = {
-        row.model: row.view(counts.get(row.model, 0), rules.launch_hashes.get(row.model))
+        row.model: row.view(*granted.get(row.model, (0, 0)), rules.launch_hashes.get(row.model))
         for row in processes(tx).values()
         if row.state is not State.STOPPED or row.failure_code is not None
     }
     queue: list[RequestView] = []
-    in_system: dict[str, int] = dict(counts)
+    in_system = {model: count for model, (count, _) in granted.items()}
     if whole:
         for request in requests(tx, "queued"):
             if request.kind not in ("infer", "load", "preload"):

@@ -38,7 +38,7 @@ class ProcessRow:
     generation: int
     changed_wall: float
     reason: str | None
-    tick: int
+    used_at: int
     hold_until: int
     idle_since: int
     asked_since: int
@@ -73,8 +73,9 @@ class ProcessRow:
         values["cmd_stop"] = StopCall.parse(values["cmd_stop"]) if values["cmd_stop"] else None
         return cls(**values)
 
-    def view(self, leases: int, launch_hash: str | None) -> ProcessView:
-        """The scheduler's view; `launch_hash` is the one in the configuration, None where the model is gone."""
+    def view(self, leases: int, granted_at: int, launch_hash: str | None) -> ProcessView:
+        """The scheduler's view. `granted_at`: its newest running lease; `launch_hash`: the one in the configuration,
+        None where the model is gone."""
         failure = None
         if self.failure_code is not None:
             failure = Failure(self.failure_code, self.failure_message or "", self.retry_at)
@@ -82,7 +83,7 @@ class ProcessRow:
             model=self.model,
             state=self.state,
             leases=leases,
-            tick=self.tick,
+            tick=max(self.used_at, granted_at),
             hold_until=self.hold_until,
             idle_since=self.idle_since,
             changed=self.launch_hash != launch_hash,
@@ -194,7 +195,6 @@ class SchedulerRow:
     generation: int
     leader: str | None
     heartbeat: int
-    tick: int
     active_profile: str | None
 
     @classmethod

@@ -14,6 +14,7 @@ from qmflask.states import Phase, State, check_transition
 from qmflask.store import counters, reading
 from qmflask.store.database import Store
 from qmflask.store.rows import ProcessRow
+from qmflask.store.schema import NEW_ID
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +137,8 @@ def open_swap(
     now: int,
 ) -> int:
     """Record a swap in its first phase; returns its id. The target is stamped as used."""
-    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
     tx.execute("INSERT OR IGNORE INTO processes (model) VALUES (?)", (target,))
-    tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, target))
+    update_process(tx, target, used_at=now)
     cursor = tx.execute(
         "INSERT INTO swaps (target, victims, blockers, reason, phase, created_at, generation)"
         " VALUES (?, ?, ?, ?, ?, ?, (SELECT generation FROM scheduler))",
@@ -169,8 +169,7 @@ def grant(tx: sqlite3.Connection, ids: Iterable[int], model: str, now: int, *, p
 
     Loads and preloads want no lease: they are done.
     """
-    tick = tx.execute("UPDATE scheduler SET tick = tick + 1 RETURNING tick").fetchone()["tick"]
-    tx.execute("UPDATE processes SET tick = ? WHERE model = ?", (tick, model))
+    update_process(tx, model, used_at=now)
     woken: set[str] = set()
     for request in ids:
         row = tx.execute(
@@ -259,8 +258,8 @@ def queue_preload(tx: sqlite3.Connection, models: Sequence[str], master: str, no
     for offset, model in enumerate(models if done else ()):
         tx.execute(
             "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
-            (f"preload-{offset}", model, now + offset, time.time(), patience_at),
+            f" VALUES ({NEW_ID}, ?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            (now, f"preload-{offset}", model, now + offset, time.time(), patience_at),
         )
     return bool(done)
 
@@ -274,8 +273,8 @@ def activate_profile(
     for offset, model in enumerate(preload):
         tx.execute(
             "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall, patience_at)"
-            " SELECT tick + 1, ?, NULL, 'preload', ?, 'pending', ?, ?, ? FROM scheduler",
-            (f"profile-{offset}", model, now + offset, time.time(), patience_at),
+            f" VALUES ({NEW_ID}, ?, NULL, 'preload', ?, 'pending', ?, ?, ?)",
+            (now, f"profile-{offset}", model, now + offset, time.time(), patience_at),
         )
 
 
@@ -283,8 +282,8 @@ def queue_load(tx: sqlite3.Connection, model: str, now: int) -> None:
     """Queue one load of the default model; its end is nobody's answer."""
     tx.execute(
         "INSERT INTO requests (id, public_id, worker, kind, model, state, arrival, arrival_wall)"
-        " SELECT tick + 1, 'default', NULL, 'preload', ?, 'pending', ?, ? FROM scheduler",
-        (model, now, time.time()),
+        f" VALUES ({NEW_ID}, 'default', NULL, 'preload', ?, 'pending', ?, ?)",
+        (now, model, now, time.time()),
     )
 
 

@@ -22,7 +22,6 @@ CREATE TABLE IF NOT EXISTS scheduler (          -- exactly one row
     generation        INTEGER NOT NULL DEFAULT 0,  -- the leader's term
     leader            TEXT,                        -- its worker id
     heartbeat         INTEGER NOT NULL DEFAULT 0,
-    tick              INTEGER NOT NULL DEFAULT 0,  -- LRU counter, and the source of requests' ids
     active_profile    TEXT
 );
 CREATE TABLE IF NOT EXISTS workers (
@@ -39,7 +38,7 @@ CREATE TABLE IF NOT EXISTS processes (             -- one row a model that was e
     generation   INTEGER NOT NULL DEFAULT 0,       -- term that wrote the state
     changed_wall REAL    NOT NULL DEFAULT 0,
     reason       TEXT,                             -- why it is in this state
-    tick         INTEGER NOT NULL DEFAULT 0,
+    used_at      INTEGER NOT NULL DEFAULT 0,       -- last swap to it, grant by the leader or end of a lease
     hold_until   INTEGER NOT NULL DEFAULT 0,
     idle_since   INTEGER NOT NULL DEFAULT 0,       -- last answer's end, or ready
     asked_since  INTEGER NOT NULL DEFAULT 0,       -- first request after its launch settings changed
@@ -81,7 +80,7 @@ CREATE TABLE IF NOT EXISTS swaps (
     generation INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; granted = the lease
-    id          INTEGER PRIMARY KEY,               -- the tick of its arrival, which never comes again
+    id          INTEGER PRIMARY KEY,               -- when it was entered in ns: it never comes again
     public_id   TEXT    NOT NULL,
     worker      TEXT,                              -- NULL: owned by the leader (preload)
     kind        TEXT    NOT NULL DEFAULT 'infer',  -- infer, load, preload, unload, reload
@@ -101,7 +100,6 @@ CREATE TABLE IF NOT EXISTS requests (              -- from arrival to end; grant
     retry_after INTEGER,
     detail      TEXT                               -- JSON for the page: method, path, remote, key name
 );
-CREATE INDEX IF NOT EXISTS requests_by_model ON requests (model, state);
 CREATE INDEX IF NOT EXISTS requests_waiting ON requests (state) WHERE state <> 'granted';
 CREATE TABLE IF NOT EXISTS samples (               -- the newest memory sample
     id   INTEGER PRIMARY KEY CHECK (id = 1),
@@ -124,28 +122,26 @@ CREATE TABLE IF NOT EXISTS floors (                -- lowest trusted foreign use
 """
 SCHEMA += COUNTERS
 
-#: What belongs to each arrival and to the end of each lease, so that either is one statement: in a busy process each
-#: statement of a transaction costs two switches between threads.
+#: What belongs to the end of each lease, so that it is one statement: in a busy process each statement costs two
+#: switches between threads. Each page written costs, too: a lease writes one at its beginning, two at its end.
 TRIGGERS = {
-    "request_arrived": """AFTER INSERT ON requests BEGIN
-        UPDATE scheduler SET tick = NEW.id;
-        UPDATE processes SET tick = NEW.id WHERE model = NEW.model AND NEW.state = 'granted';
-    END""",
     "lease_ended": """AFTER UPDATE OF ended_at ON requests BEGIN
-        UPDATE scheduler SET tick = tick + 1;
-        UPDATE processes SET tick = (SELECT tick FROM scheduler), idle_since = NEW.ended_at,
-            answered = MAX(answered, NEW.answered)
+        UPDATE processes SET used_at = NEW.ended_at, idle_since = NEW.ended_at, answered = MAX(answered, NEW.answered)
             WHERE model = NEW.model;
         DELETE FROM requests WHERE id = NEW.id;
     END""",
 }
 
+#: The id of a new row, bound to the time in monotonic ns. Later than any time before, it is an id that no row had: what
+#: somebody still says of a row that has gone must not meet another one's.
+NEW_ID = "MAX(?, COALESCE((SELECT MAX(id) FROM requests), 0) + 1)"
+
 #: What another boot makes meaningless.
 FORGET_ON_BOOT = """
 DELETE FROM swaps; DELETE FROM requests; DELETE FROM workers; DELETE FROM samples;
-UPDATE processes SET state = 'stopped', reason = 'the machine was restarted', tick = 0, hold_until = 0, idle_since = 0,
-    asked_since = 0, token = NULL, pid = NULL, start_ticks = NULL, port = NULL, started_at = 0, deadline = 0,
-    failure_code = NULL, failure_message = NULL, retry_at = 0, attempts = 0;
+UPDATE processes SET state = 'stopped', reason = 'the machine was restarted', used_at = 0, hold_until = 0,
+    idle_since = 0, asked_since = 0, token = NULL, pid = NULL, start_ticks = NULL, port = NULL, started_at = 0,
+    deadline = 0, failure_code = NULL, failure_message = NULL, retry_at = 0, attempts = 0;
 UPDATE scheduler SET leader = NULL, heartbeat = 0, master = '', preloaded_for = '',
     schedule_version = schedule_version + 1;
 """

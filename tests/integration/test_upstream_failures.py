@@ -348,6 +348,16 @@ def test_peers_over_tls_are_verified_and_streamed(certificate: Path) -> None:
     doubting.close()
 
 
+def test_a_handshake_that_does_not_come_ends_with_the_time_to_connect() -> None:
+    def mute(sock: socket.socket) -> None:
+        assert closed_by_peer(sock)
+
+    upstream = Upstream()
+    with Server(mute) as server, pytest.raises(UpstreamUnreachable):
+        fetch(upstream, request(server.url.replace("http:", "https:"), timeouts=Timeouts(connect=0.1)))
+    upstream.close()
+
+
 @pytest.mark.parametrize("first", [b"", OK + b"Content-Length: 10\r\n\r\nhello"])
 def test_a_hang_up_cuts_a_request_over_tls(certificate: Path, first: bytes) -> None:
     client, asked, cut = Client(), threading.Event(), threading.Event()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -138,6 +140,61 @@ def test_kept_connections_serve_again(start: Callable[..., Master]) -> None:
             while not seen.endswith(b"ok\n"):
                 seen += sock.recv(65536)
             sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+
+
+def test_a_worker_is_renewed_after_so_many_requests(start: Callable[..., Master]) -> None:
+    master = start("max_requests = 3\n")
+    (old,) = master.workers()
+    for _ in range(3):
+        assert master.answers()
+    wait_for(lambda: old not in master.workers() and master.answers(), "another worker answers")
+
+
+def test_tls_and_unusual_requests_are_gunicorns(start: Callable[..., Master], tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=h",
+            "-keyout",
+            key,
+            "-out",
+            f"{key}.crt",
+        ],
+        check=True,
+        capture_output=True,
+    )
+    master = start(f"keyfile = {str(key)!r}\ncertfile = '{key}.crt'\n")
+    context = ssl.create_default_context(cafile=f"{key}.crt")
+    context.check_hostname = False
+    for _ in range(2):
+        with context.wrap_socket(master.connect(), server_hostname="h") as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n")
+            assert everything(sock).endswith(b"ok\n")
+    with master.ask() as sock, contextlib.suppress(ConnectionResetError):
+        everything(sock)  # no TLS, no answer
+    assert "nobody caught" not in master.log
+
+
+def test_a_request_in_pieces_and_one_of_http_1_0_are_answered(start: Callable[..., Master]) -> None:
+    master = start()
+    with master.connect() as sock:
+        for piece in (b"GET / HT", b"TP/1.1\r\nHo", b"st: h\r\nConnection: close\r\n\r", b"\n"):
+            sock.sendall(piece)
+            time.sleep(0.02)  # each its own packet; nothing depends on it
+        assert everything(sock).endswith(b"ok\n")
+    with master.connect() as sock:
+        sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert everything(sock).endswith(b"ok\n")
+    with master.connect() as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\nHost: i\r\n\r\n")
+        assert everything(sock).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_full_worker_leaves_newcomers_in_the_queue_until_there_is_room(start: Callable[..., Master]) -> None:

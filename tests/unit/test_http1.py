@@ -138,6 +138,31 @@ def test_everything_at_hand_comes_at_once_and_nothing_waits() -> None:
     assert body.done and body.surplus
 
 
+@given(
+    st.lists(
+        st.sampled_from([b"data: x\n\n", b"data: yy\r\n\r\n", b"\r\n", b"5\r\nhello\r\n", b"z" * 300, b"3"]),
+        max_size=60,
+    ),
+    st.sampled_from([1, 700, 1500, 5000, 100_000]),
+    st.sampled_from([b"0\r\n\r\n", b"0\r\nX: 1\r\n\r\n", b"", b"1"]),
+)
+def test_rows_of_whole_chunks_are_what_they_are_one_by_one(pieces: list[bytes], block: int, end: bytes) -> None:
+    wire = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + end
+    body, seen = ChunkedBody(), []
+    for start in range(0, len(wire), block):
+        seen.append(body.feed(wire[start : start + block]))
+    assert b"".join(seen) == b"".join(pieces) and body.done == end.endswith(b"\r\n\r\n")
+
+
+@given(st.integers(0, 59), st.sampled_from([b"x", b"-1", b"", b"1;", b"\x00"]))
+def test_a_row_does_not_hide_a_chunk_that_is_none(at: int, bad: bytes) -> None:
+    chunks = [b"1e\r\n" + b"e" * 30 + b"\r\n"] * 60
+    wire = b"".join(chunks[:at]) + bad + b"\r\n" + b"".join(chunks[at:])
+    body = ChunkedBody()
+    with pytest.raises(Malformed):
+        body.feed(wire)
+
+
 def test_a_huge_chunk_is_not_collected() -> None:
     body = ChunkedBody()
     assert body.feed(b"FFFFFFFFFFFF\r\n") == b""

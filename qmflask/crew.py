@@ -1,0 +1,226 @@
+"""The threads of a worker: each accepts connections itself and serves them, so that none is handed over."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qmflask.hangup import probe_peer
+from qmflask.timedsocket import TimedSocket, timeval
+
+log = logging.getLogger(__name__)
+
+#: Threads that wait at a door at most; the others sit idle. A connection wakes exactly one (accept(2) is exclusive).
+SPARE = 4
+#: How often one who waits looks whether the doors are being closed, in seconds. A draining worker accepts for so long.
+LOOK_SECONDS = 0.2
+
+#: How often the log says that nothing can be accepted.
+_QUIET_SECONDS = 10.0
+
+#: Takes over a connection: (socket, client's address, listener's address).
+Serve = Callable[[TimedSocket, Any, Any], None]
+
+
+class ClientSocket(TimedSocket):
+    """A client's connection. Whoever is silent for too long counts as gone, which servers take as nothing unusual."""
+
+    def setblocking(self, flag: bool) -> None:
+        """gunicorn's own switching to and fro would only take the limits away."""
+
+    def _judged(self, error: BlockingIOError) -> OSError:
+        judged = super()._judged(error)
+        if isinstance(judged, TimeoutError):
+            return ConnectionResetError(errno.ECONNRESET, f"the client did nothing for {self.gettimeout():g} s")
+        return judged
+
+
+class Door:
+    """A listening socket and how many threads wait at it.
+
+    `first_seconds`: how long a client may take for its first bytes; `seconds`: for each read and write after them.
+    """
+
+    def __init__(self, listener: socket.socket, first_seconds: float, seconds: float) -> None:
+        self._listener: Any = listener
+        self._kind = (listener.family, listener.type, listener.proto)
+        self._first_seconds = first_seconds
+        self._seconds = seconds
+        self.address = listener.getsockname()
+        self.waiting = 0
+        listener.setblocking(True)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(LOOK_SECONDS))
+        # What connections inherit, which costs them nothing; AF_UNIX ones do not.
+        self._inherited = listener.family in (socket.AF_INET, socket.AF_INET6)
+        if self._inherited:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(seconds))
+            probe_peer(listener)
+
+    def accept(self) -> tuple[TimedSocket, Any] | None:
+        """The next connection; None when none has come for a while, or it has gone again.
+
+        The listener's flags are those of all processes that have it: whoever makes it non-blocking, as gunicorn's own
+        workers do, must not have us spin. Hence the poll.
+        """
+        begin = time.monotonic()
+        try:
+            fd, client = self._listener._accept()  # what accept() is made of; its socket would be one too many
+        except ConnectionAbortedError:
+            return None
+        except BlockingIOError:
+            if time.monotonic() - begin < LOOK_SECONDS / 2:
+                poller = select.poll()
+                poller.register(self._listener, select.POLLIN)
+                poller.poll(LOOK_SECONDS * 1000)
+            return None
+        sock = ClientSocket(*self._kind, fileno=fd)
+        if not self._inherited:
+            sock.bound(socket.SO_SNDTIMEO, self._seconds)
+        sock.bound(socket.SO_RCVTIMEO, self._first_seconds)
+        sock.presume(self._seconds)
+        sock.probed = True
+        return sock, client
+
+
+class Crew:
+    """Up to `limit` threads; `open` has them serve, `close` ends that.
+
+    While connections come one after another, the same few threads take turns, and no thread wakes another. When the
+    last one that waited has got a connection, it calls the next to the door before it serves.
+    """
+
+    def __init__(self, limit: int, serve: Serve) -> None:
+        self._limit = limit
+        self._serve = serve
+        self._doors: list[Door] = []
+        self._idle: list[_Seat] = []
+        self._count = 0
+        self._busy = 0
+        self._closed = False
+        self._quiet_until = 0.0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    @property
+    def busy(self) -> int:
+        """Threads that serve a connection now."""
+        return self._busy
+
+    def open(self, doors: Sequence[Door]) -> None:
+        """Begin to accept."""
+        with self._changed:
+            self._doors = list(doors)
+            for door in self._doors:
+                self._summon(door)
+
+    def close(self) -> None:
+        """Have nobody accept any more, from `LOOK_SECONDS` later on; connections under way are served to their end."""
+        with self._changed:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().give(None)
+
+    def shutdown(self, wait: bool = False) -> None:
+        """What gunicorn calls in the handler of QUIT, where no lock may be taken. The threads end with the process."""
+
+    def wait(self, seconds: float) -> bool:
+        """After `close`: wait for nobody to be at the doors or busy, at most so long; True if that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy and not self._at_doors(), seconds)
+
+    def wait_for_doors(self, seconds: float) -> bool:
+        """After `close`: wait until nobody is at the doors any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._at_doors(), seconds)
+
+    def _at_doors(self) -> int:
+        return sum(door.waiting for door in self._doors)
+
+    def _summon(self, door: Door) -> None:
+        """Send somebody to a door; if all are busy, who is free next goes there."""
+        if self._closed:
+            return
+        if self._idle:
+            door.waiting += 1
+            self._idle.pop().give(door)
+        elif self._count < self._limit:
+            self._count += 1
+            door.waiting += 1
+            # Daemons: a stopped worker's last threads must not keep its process alive.
+            name = f"request-{self._count}"
+            threading.Thread(target=self._work, args=(door,), name=name, daemon=True).start()
+
+    def _work(self, door: Door | None) -> None:
+        seat = _Seat()
+        while door is not None:
+            accepted = self._accept(door)
+            if accepted is not None:
+                self._leave(door)
+                self._run(*accepted, door.address)
+            door = self._next(seat, door, served=accepted is not None)
+
+    def _accept(self, door: Door) -> tuple[TimedSocket, Any] | None:
+        try:
+            return door.accept()
+        except Exception as error:  # out of descriptors, say: it must not end the thread, nor fill the log
+            now = time.monotonic()
+            if not self._closed and now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                log.error("no connection can be accepted: %s", error)
+            time.sleep(LOOK_SECONDS)
+            return None
+
+    def _run(self, sock: TimedSocket, client: Any, address: Any) -> None:
+        try:
+            self._serve(sock, client, address)
+        except Exception:
+            log.exception("A connection ended in an error that nobody caught.")
+
+    def _leave(self, door: Door) -> None:
+        with self._lock:
+            door.waiting -= 1
+            self._busy += 1
+            if not door.waiting:
+                self._summon(door)
+
+    def _next(self, seat: _Seat, door: Door, *, served: bool) -> Door | None:
+        """Where a thread goes that has served or has waited in vain."""
+        with self._lock:
+            if served:
+                self._busy -= 1
+            elif not self._closed:
+                return door
+            else:
+                door.waiting -= 1
+            if self._closed:
+                self._changed.notify_all()
+                return None
+            door = min(self._doors, key=lambda door: door.waiting)
+            if door.waiting < SPARE:
+                door.waiting += 1
+                return door
+            self._idle.append(seat)
+        return seat.take()
+
+
+class _Seat:
+    """Where an idle thread waits for a door to go to."""
+
+    def __init__(self) -> None:
+        self._door: Door | None = None
+        self._full = threading.Lock()
+        self._full.acquire()
+
+    def give(self, door: Door | None) -> None:
+        self._door = door
+        self._full.release()
+
+    def take(self) -> Door | None:
+        self._full.acquire()
+        return self._door

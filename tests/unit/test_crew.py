@@ -1,0 +1,218 @@
+"""The threads that accept and serve: how many, who goes where, and an end."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from qmflask.crew import LOOK_SECONDS, SPARE, ClientSocket, Crew, Door
+from qmflask.timedsocket import TimedSocket
+
+WAIT = 20
+
+
+class Served:
+    """Connections that wait, each in its thread, until they are told to go on."""
+
+    def __init__(self) -> None:
+        self.seen: queue.Queue[tuple[socket.socket, str]] = queue.Queue()
+        self.gates: dict[int, threading.Event] = {}
+
+    def serve(self, sock: TimedSocket, client: Any, address: Any) -> None:
+        gate = self.gates[sock.fileno()] = threading.Event()
+        self.seen.put((sock, threading.current_thread().name))
+        assert gate.wait(WAIT)
+        fails = sock.recv(16) == b"bad"
+        sock.close()
+        if fails:
+            raise RuntimeError("bad")
+
+    def next(self) -> tuple[Callable[[], None], str]:
+        """(what has the next connection go on, the name of its thread)"""
+        sock, name = self.seen.get(timeout=WAIT)
+        return self.gates[sock.fileno()].set, name
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    for gate in served.gates.values():
+        gate.set()
+
+
+class Place:
+    """A listening socket with a crew behind it."""
+
+    def __init__(self, served: Served, limit: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.crew = Crew(limit, served.serve)
+        self.door = Door(self.listener, 5.0, 60.0)
+        self._clients: list[socket.socket] = []
+        self.crew.open([self.door])
+
+    def connect(self, data: bytes = b"x") -> socket.socket:
+        client = socket.create_connection(self.listener.getsockname(), timeout=WAIT)
+        client.sendall(data)
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        self.crew.close()
+        assert self.crew.wait(WAIT), "nobody is busy, nobody at the door"
+        self.listener.close()
+        for client in self._clients:
+            client.close()
+
+
+@pytest.fixture
+def place(served: Served) -> Iterator[Callable[[int], Place]]:
+    made: list[Place] = []
+
+    def make(limit: int) -> Place:
+        made.append(Place(served, limit))
+        return made[-1]
+
+    yield make
+    for gate in served.gates.values():
+        gate.set()
+    for each in made:
+        each.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.005)
+
+
+def names() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("request-")}
+
+
+def test_one_connection_after_another_is_served_by_few_threads(served: Served, place: Callable[[int], Place]) -> None:
+    ours = place(16)
+    used = set()
+    for _ in range(20):
+        before = ours.door.waiting
+        ours.connect()
+        go, name = served.next()
+        used.add(name)
+        go()
+        until(lambda before=before: ours.door.waiting >= max(1, before - 1))
+    assert len(used) <= SPARE, "the others are not needed"
+
+
+def test_never_more_threads_than_allowed_and_the_rest_waits_in_the_kernels_queue(
+    served: Served, place: Callable[[int], Place]
+) -> None:
+    ours = place(2)
+    for _ in range(4):
+        ours.connect()
+    first, second = served.next(), served.next()
+    until(lambda: ours.crew.busy == 2)
+    assert ours.door.waiting == 0 and served.seen.empty() and len(names()) == 2
+    first[0]()
+    third = served.next()
+    assert third[1] == first[1], "who is free goes back to the door"
+    for go, _ in (second, third):
+        go()
+    served.next()[0]()
+
+
+def test_many_at_once_get_a_thread_each(served: Served, place: Callable[[int], Place]) -> None:
+    ours = place(16)
+    for _ in range(12):
+        ours.connect()
+    waiting = [served.next() for _ in range(12)]
+    assert len({name for _, name in waiting}) == 12
+    for go, _ in waiting:
+        go()
+    until(lambda: not ours.crew.busy and ours.door.waiting == SPARE)
+    ours.connect()  # the spare ones and the idle ones serve on
+    served.next()[0]()
+
+
+def test_an_error_ends_neither_the_thread_nor_the_crew(
+    served: Served, place: Callable[[int], Place], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = place(1)
+    ours.connect(b"bad")
+    go, name = served.next()
+    go()
+    ours.connect()
+    go, again = served.next()
+    go()
+    assert again == name and "nobody caught" in caplog.text
+
+
+def test_closing_ends_the_waiting_and_the_idle_and_lets_the_busy_finish(
+    served: Served, place: Callable[[int], Place]
+) -> None:
+    ours = place(12)
+    for _ in range(10):
+        ours.connect()
+    waiting = [served.next()[0] for _ in range(10)]
+    for go in waiting[1:]:
+        go()
+    until(lambda: ours.crew.busy == 1)
+    ours.crew.close()
+    assert ours.crew.wait_for_doors(WAIT) and not ours.crew.wait(0)
+    until(lambda: len(names()) == 1)
+    waiting[0]()
+    assert ours.crew.wait(WAIT)
+    until(lambda: not names())
+
+
+def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place: Callable[[int], Place]) -> None:
+    ours = place(1)
+    ours.connect()
+    sock, _ = served.seen.get(timeout=WAIT)
+    assert isinstance(sock, ClientSocket) and sock.gettimeout() == 60.0 and sock.getblocking()
+    seconds = [
+        sock.getsockopt(socket.SOL_SOCKET, option, 16)[:8] for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+    ]
+    assert [int.from_bytes(value, "little") for value in seconds] == [5, 60]
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+    served.gates[sock.fileno()].set()
+
+
+def test_a_unix_door_gives_the_same(tmp_path: Any) -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "s"))
+        accepted = Door(listener, 5.0, 60.0).accept()
+        assert accepted is not None
+        with accepted[0] as sock:
+            value = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
+            assert int.from_bytes(value[:8], "little") == 60
+    listener.close()
+
+
+def test_a_listener_that_somebody_made_non_blocking_has_nobody_spin() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door = Door(listener, 5.0, 60.0)
+        listener.setblocking(False)  # as gunicorn's own workers do, whose flags are ours
+        begin = time.monotonic()
+        assert door.accept() is None
+        assert time.monotonic() - begin >= LOOK_SECONDS / 2
+
+
+def test_a_silent_client_counts_as_gone() -> None:
+    ours, theirs = socket.socketpair()
+    with ClientSocket(fileno=ours.detach()) as sock, theirs:
+        sock.settimeout(0.02)
+        sock.setblocking(True)  # gunicorn's own switching does not take the limit away
+        with pytest.raises(ConnectionResetError, match="did nothing"):
+            sock.recv(1)
