@@ -1,7 +1,9 @@
 """`python -m bench.activity`: what recording costs, as a ratio of processor time with it and without it.
 
-Services that differ in this only are asked in turns, in short rounds, one at a time. What counts is the processor
-time of both workers with all their threads, in nanoseconds; wall time and other work on the machine do not enter.
+Services that differ in this only are asked in turns, in short rounds, one at a time: in each round all of them there
+and back again, so that a machine that becomes slower or faster meanwhile does so for all. What counts is the processor
+time of both workers with all their threads, in nanoseconds; wall time and other work on the machine do not enter,
+but for what it does to the processor's caches.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ import yaml
 
 from bench.clients import exchange, ok, post
 from bench.parts import Rig, load_model
+from qmflask.activity import GATHER
 from tests.service import Service
 
 #: Longer than records gather before they are written: a round pays for its own.
-SETTLE = 0.3
+SETTLE = GATHER + 0.1
 #: way -> (application, additions to the configuration)
 WAYS: dict[str, tuple[str, dict[str, object]]] = {
     "nothing recorded": ("bench.unrecorded:app", {}),
-    "no captures (`captureBuffer: 0`)": ("wsgi:app", {"captureBuffer": 0}),
     "as it comes": ("wsgi:app", {}),
+    "no captures (`captureBuffer: 0`)": ("wsgi:app", {"captureBuffer": 0}),
 }
 NOTHING = "nothing recorded"
 
@@ -41,7 +44,7 @@ class Work:
     count: int
     clients: int = 1
     #: way -> microseconds of processor time per request, one per round.
-    cost: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    cost: dict[str, list[float]] = field(default_factory=dict)
 
 
 def works(scale: float) -> list[Work]:
@@ -49,8 +52,8 @@ def works(scale: float) -> list[Work]:
     small, stream = post("m"), post("m", stream=True, chunks=200)
     return [
         Work("small JSON, one client", small, int(400 * scale)),
-        Work("small JSON, eight clients", small, int(400 * scale), clients=8),
-        Work("stream of 200 events, one client", stream, int(150 * scale)),
+        Work("small JSON, eight clients", small, int(800 * scale), clients=8),
+        Work("stream of 200 events, one client", stream, int(200 * scale)),
     ]
 
 
@@ -113,26 +116,28 @@ def row(work: Work, way: str) -> str:
 def main() -> int:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(prog="python -m bench.activity", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=12, help="(%(default)s: about a minute and a half)")
+    parser.add_argument("--rounds", type=int, default=12, help="(%(default)s: about two minutes)")
     parser.add_argument("--scale", type=float, default=1, help="of the requests in a round (%(default)s)")
+    parser.add_argument("--captures", action="store_true", help="also without them")
     options = parser.parse_args()
     todo = works(options.scale)
     with Rig() as rig:
-        services = {way: configured(rig, app, more) for way, (app, more) in WAYS.items()}
+        ways = list(WAYS) if options.captures else list(WAYS)[:2]
+        services = {way: configured(rig, *WAYS[way]) for way in ways}
         idle = {way: idle_ns(service, 2) for way, service in services.items()}
-        for number in range(options.rounds):
-            for work in todo:
-                # The order turns, so that no way is always the first after a change of work.
-                ways = list(services) if number % 2 else list(services)[::-1]
-                for way in ways:
-                    work.cost[way].append(one_round(services[way], work, idle[way]))
+        for work in todo * options.rounds:
+            there = [one_round(services[way], work, idle[way]) for way in ways]
+            back = [one_round(services[way], work, idle[way]) for way in reversed(ways)]
+            for way, one, other in zip(ways, there, reversed(back), strict=True):
+                work.cost.setdefault(way, []).append((one + other) / 2)
+            ways.reverse()
         for service in services.values():
             rig.end(service)
     print(f"{options.rounds} rounds; load average {os.getloadavg()[0]:.1f}\n")
     print("| work | recorded | CPU per request | ratio, median of the rounds (quartiles) | ratio of the medians |")
     print("| --- " * 5 + "|")
     for work in todo:
-        for way in WAYS:
+        for way in (way for way in WAYS if way in work.cost):
             print(row(work, way), flush=True)
     return 0
 

@@ -44,9 +44,16 @@ class LineStyle:
         """One whole line. The query is left out of neither form; bodies are in none."""
         if self.as_json:
             return _json_line(when, access)
-        tail = "".join([f" {name}={_word(value)}" for name, value in access.more.items() if value is not None])
+        tail = "".join(
+            [
+                f" {name}={value:.1f}" if type(value) is float else f" {name}={_word(value)}"
+                for name, value in access.more.items()
+                if value is not None
+            ]
+        )
+        stamp = timestamp(self.time_format, when) if self.time_format else ""
         text = (
-            f"{timestamp(self.time_format, when)}[INFO] {one_line(access.remote)}"
+            f"{stamp}[INFO] {one_line(access.remote)}"
             f" {_quoted(f'{access.method} {access.target} {access.protocol}')} {access.status}"
             f" {access.bytes} {_quoted(access.agent)} {access.duration_ms:.1f}ms id={access.id}{tail}\n"
         )
@@ -76,9 +83,7 @@ def _short(value: Any) -> Any:
 
 def _word(value: Any) -> str:
     """A value in a text line: bare where it is one plain word, else quoted."""
-    if isinstance(value, str):
-        return _text(value)
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    return _text(value) if isinstance(value, str) else str(value)
 
 
 @lru_cache(_REMEMBERED)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 
 import orjson
 
@@ -32,17 +31,16 @@ def keeps(path: str) -> tuple[bool, bool]:
     return _KEEPS.get(path, (True, True))
 
 
-def redacted(headers: list[Header], without: str = "") -> dict[str, str]:
+def redacted(headers: Sequence[Header], without: str = "") -> dict[str, str]:
     """One value per header, the first, with keys and cookies hidden; `without` leaves a header out."""
-    found: dict[str, str] = {}
-    for name, value in headers:
-        lower = _lower(name)
-        if name not in found and lower != without:
-            found[name] = REDACTED if lower in SENSITIVE else value
+    found = dict(headers)
+    if len(found) < len(headers):
+        found = dict(reversed(headers))
+    if not SENSITIVE.isdisjoint(map(str.lower, found)):
+        found = {name: REDACTED if name.lower() in SENSITIVE else value for name, value in found.items()}
+    if without and without in map(str.lower, found):
+        found = {name: value for name, value in found.items() if name.lower() != without}
     return found
-
-
-_lower = lru_cache(512)(str.lower)
 
 
 def pack_capture(

@@ -40,8 +40,77 @@ class Keeper(Protocol):
         """It has ended; settle it when there is time."""
 
 
+class Asked(NamedTuple):
+    """What is written of the request's head; None where the server that calls us does not say."""
+
+    method: str | None
+    path: str | None
+    target: str | None
+    protocol: str | None
+    agent: str | None
+    forwarded: str | None
+    real_ip: str | None
+    peer: str | None
+
+    @property
+    def remote(self) -> str:
+        """The client's address: the first of X-Forwarded-For, X-Real-IP, or the peer."""
+        forwarded = self.forwarded.split(",")[0].strip() if self.forwarded else ""
+        return forwarded or (self.real_ip or "").strip() or self.peer or ""
+
+
+#: Where a WSGI environ has it.
+_ASKED = (
+    *("REQUEST_METHOD", "PATH_INFO", "RAW_URI", "SERVER_PROTOCOL", "HTTP_USER_AGENT"),
+    *("HTTP_X_FORWARDED_FOR", "HTTP_X_REAL_IP", "REMOTE_ADDR"),
+)
+
+
+def asked(environ: Mapping[str, Any]) -> Asked:
+    """What is written of a request's head."""
+    return Asked._make(map(environ.get, _ASKED))
+
+
+class Found(NamedTuple):
+    """What is found out of a request that has ended. `readable`: whether its answer's body can be kept."""
+
+    asked: Asked
+    status: int
+    tokens: Tokens
+    message: str | None
+    readable: bool
+
+
 class Recording:
-    """Notes what happens to one request. Serves as the relay's observer; each method is quick and never raises."""
+    """Notes what happens to one request. Serves as the relay's observer; each method is quick and never raises.
+
+    The request's thread pays more for each step than the writer, which does the same for many in a row: it only keeps
+    references. Yet not to the environ, which would keep all of a request alive until its record is written.
+    """
+
+    # What most requests never change is the class's: each assignment costs its thread.
+    name: str | None = None
+    model: str | None = None
+    key_name = ""
+    wait_ms: float | None = None
+    paid = False
+    load_ms: float | None = None
+    metadata: dict[str, Any] | None = None
+    status: int | None = None
+    answer_headers: Sequence[Header] = ()
+    _coding = ""
+    _reader: UsageReader | None = None
+    _outcome: Outcome | None = None
+    _error: BaseException | None = None
+    _ended = 0
+    _request_body: bytes | None = None
+    _request_headers: Sequence[Header] = ()
+    _unread_size = _read_size = 0
+    #: What has been read and is kept for the capture; None: not, or no longer.
+    _kept: list[bytes] | None = None
+    # Set at the end, and by `read`:
+    _head: tuple[str | None, ...]
+    _found: Found
 
     def __init__(self, keeper: Keeper, environ: Mapping[str, Any], capture_limit: int) -> None:
         self._keeper = keeper
@@ -50,29 +119,8 @@ class Recording:
         self.began = time.monotonic_ns()
         self.wall = time.time()
         self.path: str = environ.get("PATH_INFO") or "/"
-        self.name: str | None = None
-        self.model: str | None = None
-        self.key_name = ""
-        self.wait_ms: float | None = None
-        self.paid = False
-        self.load_ms: float | None = None
-        self.metadata: dict[str, Any] = {}
-        self.received = 0
-        self.status: int | None = None
-        self.answer_headers: list[Header] = []
-        self._reader: UsageReader | None = None
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        self._ended = 0
         self._capture_limit = capture_limit
-        self._request_body: bytes | None = None
-        self._request_headers: list[Header] = []
         self._unread: list[bytes] = []
-        self._unread_size = 0
-        #: What has been read and is kept for the capture; None: not, or no longer.
-        self._kept: list[bytes] | None = None
-        self._readable = False
-        self._record: Record
         keeper.started(self)
 
     # -- in the request's thread ------------------------------------------------------------------------------
@@ -80,13 +128,17 @@ class Recording:
     def named(self, name: str | None, model: str | None, **metadata: Any) -> None:
         """The request names `name`, which is `model` in the configuration (None: it is not there)."""
         self.name, self.model = name, model
-        self.metadata.update(metadata)
+        if metadata:
+            self._note(metadata)
 
     def granted(self, wait_ms: float, paid: bool, priority: int | None = None) -> None:
         """It has its lease after `wait_ms`; `paid` says that it waited for a load."""
         self.wait_ms, self.paid = wait_ms, paid
         if priority is not None:
-            self.metadata["fifo_priority"] = priority
+            self._note({"fifo_priority": priority})
+
+    def _note(self, metadata: dict[str, Any]) -> None:
+        self.metadata = {**(self.metadata or {}), **metadata}
 
     def sent(self, path: str, headers: list[Header], body: Any) -> None:
         """What goes upstream: the path there, headers and body (kept for the capture if it is bytes)."""
@@ -101,21 +153,25 @@ class Recording:
 
     def feed(self, data: bytes) -> None:
         """The next bytes of the answer."""
-        size = len(data)
-        self.received += size
         self._unread.append(data)
-        self._unread_size += size
+        self._unread_size += len(data)
         if self._unread_size > _LOOK:
             self._look()
+
+    @property
+    def received(self) -> int:
+        """Bytes of the answer that have passed."""
+        return self._read_size + self._unread_size
 
     def _look(self) -> None:
         """Read what has come since the last time."""
         if self.status is None:
             return
         data, self._unread, self._unread_size = b"".join(self._unread), [], 0
+        self._read_size += len(data)
         if self._reader is None:
-            kind = first(self.answer_headers, "content-type") or ""
-            self._reader = UsageReader(self.path, kind, first(self.answer_headers, "content-encoding") or "")
+            self._coding = first(self.answer_headers, "content-encoding") or ""
+            self._reader = UsageReader(self.path, first(self.answer_headers, "content-type") or "", self._coding)
             if self._capture_limit and self.name is not None and self.status == 200 and keeps(self.path)[1]:
                 self._kept = []
         self._reader.feed(data)
@@ -137,6 +193,7 @@ class Recording:
     def _finish(self) -> None:
         if not self._ended:
             self._ended = time.monotonic_ns()
+            self._head, self._environ = tuple(map(self._environ.get, _ASKED)), {}
             self._keeper.finished(self)
 
     # -- for those who watch ----------------------------------------------------------------------------------
@@ -148,22 +205,18 @@ class Recording:
 
     # -- in the writer's thread -------------------------------------------------------------------------------
 
-    def settle(self) -> Record:
-        """Read the answer and work out the record."""
+    def read(self) -> None:
+        """Read the answer: the first thing to be done."""
         self._look()
-        tokens, message, self._readable = self._read_answer()
-        self._record = self._recorded(self._status(), tokens, message)
-        return self._record
+        status = self._ended_with()
+        self._found = Found(Asked._make(self._head), status, *self._read_answer(status))
 
     @property
     def stored(self) -> bool:
         """Whether the record is one that is kept; else only its line and its counters are."""
-        return self.name is not None and self._posted()
+        return self.name is not None and self._found.asked.method == "POST"
 
-    def _posted(self) -> bool:
-        return bool(self._environ.get("REQUEST_METHOD") == "POST")
-
-    def _status(self) -> int:
+    def _ended_with(self) -> int:
         outcome, error = self._outcome, self._error
         if isinstance(error, ClientGone) or (outcome is not None and outcome.gone and not outcome.complete):
             return CLIENT_GONE
@@ -173,12 +226,12 @@ class Recording:
             return outcome.error.status
         return self.status or 500
 
-    def _read_answer(self) -> tuple[Tokens, str | None, bool]:
+    def _read_answer(self, status: int) -> tuple[Tokens, str | None, bool]:
         """Token counts, an error message if it failed, and whether the body can be kept."""
         error = self._error or (self._outcome.error if self._outcome is not None else None)
         if isinstance(error, QmflaskError):
             return usage.NOTHING, error.message, True
-        status, reader = self._status(), self._reader
+        reader = self._reader
         if status == CLIENT_GONE:
             reason = self._outcome.gone if self._outcome is not None else str(self._error)
             tokens = reader.tokens() if reader is not None else usage.NOTHING
@@ -191,94 +244,91 @@ class Recording:
             return usage.NOTHING, usage.error_message(status, reader.body()), True
         return reader.tokens(), None, True
 
-    def _recorded(self, status: int, tokens: Tokens, message: str | None) -> Record:
+    def capture(self) -> bytes | None:
+        """What is kept to be looked at, packed; None if nothing is."""
+        if not (self._capture_limit and self._request_headers and self._found.readable and self.stored):
+            return None
+        packed = pack_capture(
+            self.path,
+            redacted(self._request_headers),
+            (self._request_body or b"") if keeps(self.path)[0] else b"",
+            redacted(self.answer_headers, "content-encoding" if self._coding else ""),
+            decoded(b"".join(self._kept or ()), self._coding, self._capture_limit),
+        )
+        return packed if len(packed) <= self._capture_limit else None
+
+    def record(self, has_capture: bool) -> Record:
+        """The record."""
+        asked, status, tokens, message, _ = self._found
         outcome = self._outcome
         first_byte = outcome.first_byte_ns if outcome is not None else None
-        return Record(
-            time=int(self.wall),
-            request=self.id,
-            model=self.model or self.name or "",
-            req_path=self.path,
-            resp_status_code=status,
-            resp_content_type=outcome.content_type if outcome is not None else "",
-            prompt=tokens.input_tokens,
-            generated=tokens.output_tokens,
-            cached=tokens.cache_tokens,
-            prompt_speed=tokens.prompt_per_second,
-            gen_speed=tokens.tokens_per_second,
-            drafted=tokens.draft_tokens,
-            accepted=tokens.draft_acc_tokens,
-            duration=round(max((self._ended - self.began) / MILLISECOND, tokens.reported_ms)),
-            wait=self.wait_ms,
-            load=self.load_ms,
-            first_byte=(first_byte - self.began) / MILLISECOND if first_byte is not None else None,
-            bytes=self.received,
-            key_name=self.key_name,
-            remote=remote_of(self._environ),
-            error_msg=message,
-            metadata=json.dumps(self.metadata) if self.metadata else None,
+        return Record(  # by position: names would cost more than all the values
+            int(self.wall),
+            self.id,
+            self.model or self.name or "",
+            self.path,
+            status,
+            outcome.content_type if outcome is not None else "",
+            tokens.input_tokens,
+            tokens.output_tokens,
+            tokens.cache_tokens,
+            tokens.prompt_per_second,
+            tokens.tokens_per_second,
+            tokens.draft_tokens,
+            tokens.draft_acc_tokens,
+            round(max((self._ended - self.began) / MILLISECOND, tokens.reported_ms)),
+            self.wait_ms,
+            self.load_ms,
+            (first_byte - self.began) / MILLISECOND if first_byte is not None else None,
+            self.received,
+            self.key_name,
+            asked.remote,
+            message,
+            json.dumps(self.metadata) if self.metadata else None,
+            int(has_capture),
         )
 
     @property
     def route(self) -> str:
         """The route as a label: the path where it is one of ours, without what varies."""
-        path = str(self._environ.get("PATH_INFO") or "/")
+        path = self._found.asked.path or "/"
         return "/upstream" if path.startswith("/upstream/") else path
 
-    def capture(self) -> bytes | None:
-        """What is kept to be looked at, packed; None if nothing is. After `settle`."""
-        if not (self._capture_limit and self._request_headers and self._readable and self.stored):
-            return None
-        answer = decoded(
-            b"".join(self._kept or ()), first(self.answer_headers, "content-encoding") or "", self._capture_limit
-        )
-        packed = pack_capture(
-            self.path,
-            redacted(self._request_headers),
-            (self._request_body or b"") if keeps(self.path)[0] else b"",
-            redacted(self.answer_headers, "content-encoding"),
-            answer,
-        )
-        if len(packed) > self._capture_limit:
-            return None
-        self._record.has_capture = 1
-        return packed
-
-    def line(self, style: LineStyle) -> bytes:
-        """The access line. After `settle`."""
-        environ, record = self._environ, self._record
-        return style.line(
-            self.wall,
-            Access(
-                remote=record.remote,
-                method=str(environ.get("REQUEST_METHOD") or ""),
-                target=str(environ.get("RAW_URI") or environ.get("PATH_INFO") or ""),
-                protocol=str(environ.get("SERVER_PROTOCOL") or ""),
-                status=record.resp_status_code,
-                bytes=record.bytes,
-                agent=str(environ.get("HTTP_USER_AGENT") or ""),
-                duration_ms=(self._ended - self.began) / MILLISECOND,
-                id=self.id,
-                more={
-                    "model": record.model or None,
-                    "key": record.key_name or None,
-                    "wait_ms": record.wait,
-                    "load_ms": record.load,
-                    "ttfb_ms": record.first_byte,
-                    "tokens_in": record.prompt if record.prompt > 0 else None,
-                    "tokens_out": record.generated if record.generated > 0 else None,
-                    "tokens_cached": record.cached if record.cached > 0 else None,
-                    "asked": self.name if self.name != record.model else None,
-                    "error": record.error_msg,
-                },
-            ),
-        )
+    def line(self, style: LineStyle, record: Record) -> bytes:
+        """The access line."""
+        model = record.model
+        more = {
+            "model": model or None,
+            "key": record.key_name or None,
+            "wait_ms": record.wait,
+            "load_ms": record.load,
+            "ttfb_ms": record.first_byte,
+            "tokens_in": record.prompt if record.prompt > 0 else None,
+            "tokens_out": record.generated if record.generated > 0 else None,
+            "tokens_cached": record.cached if record.cached > 0 else None,
+            "asked": self.name if self.name != model else None,
+            "error": record.error_msg,
+        }
+        size, took = record.bytes, (self._ended - self.began) / MILLISECOND
+        return style.line(self.wall, access(self._found.asked, record.resp_status_code, size, took, self.id, more))
 
 
-def remote_of(environ: Mapping[str, Any]) -> str:
-    """The client's address: the first of X-Forwarded-For, X-Real-IP, or the peer."""
-    forwarded = str(environ.get("HTTP_X_FORWARDED_FOR") or "").split(",")[0].strip()
-    return forwarded or str(environ.get("HTTP_X_REAL_IP") or "").strip() or str(environ.get("REMOTE_ADDR") or "")
+def access(
+    asked: Asked, status: int, size: int, took_ms: float, request: str = "-", more: Mapping[str, Any] | None = None
+) -> Access:
+    """What an access line shows."""
+    return Access(
+        asked.remote,
+        asked.method or "",
+        asked.target or asked.path or "",
+        asked.protocol or "",
+        status,
+        size,
+        asked.agent or "",
+        took_ms,
+        request,
+        more or {},
+    )
 
 
 class Settled(NamedTuple):
@@ -294,27 +344,42 @@ def settle_all(recordings: Sequence[Recording], tally: Tally, style: LineStyle |
     One step for all before the next one: the same code again and again stays in the processor's caches, which makes
     it a third cheaper than all steps for one.
     """
-    records = [recording.settle() for recording in recordings]
-    for recording, record in zip(recordings, records, strict=True):
-        count(tally, recording.route, recording.model or "", record)
+    for recording in recordings:
+        recording.read()
     captures = [recording.capture() for recording in recordings]
+    records = [recording.record(capture is not None) for recording, capture in zip(recordings, captures, strict=True)]
+    count(tally, recordings, records)
     rows = [
         (record, capture)
         for recording, record, capture in zip(recordings, records, captures, strict=True)
         if recording.stored
     ]
-    return Settled(rows, [recording.line(style) for recording in recordings] if style is not None else [])
+    if style is None:
+        return Settled(rows, [])
+    return Settled(rows, [recording.line(style, record) for recording, record in zip(recordings, records, strict=True)])
 
 
-def count(tally: Tally, route: str, model: str, record: Record) -> None:
-    """Add a request to the counters; `model` is empty for names that are no models, which would make labels."""
-    tally.add("requests", (model, route, str(record.resp_status_code), record.key_name))
-    tally.add("response_bytes", (model,), record.bytes)
-    tally.observe("request_duration_seconds", (model, route), record.duration / 1000)
-    if record.first_byte is not None:
-        tally.observe("time_to_first_byte_seconds", (model, route), record.first_byte / 1000)
-    if record.wait is not None:
-        tally.observe("wait_seconds", (model,), record.wait / 1000)
-    for direction, tokens in (("in", record.prompt), ("out", record.generated), ("cached", record.cached)):
-        if tokens > 0:
-            tally.add("tokens", (model, direction), tokens)
+def count(tally: Tally, recordings: Sequence[Recording], records: Sequence[Record]) -> None:
+    """Add requests to the counters; most are alike in all labels, and are added up first."""
+    alike: dict[tuple[str, str, int, str], list[Record]] = {}
+    for recording, record in zip(recordings, records, strict=True):
+        # No label for names that are no models: clients must not be able to make labels.
+        key = (recording.model or "", recording.route, record.resp_status_code, record.key_name)
+        alike.setdefault(key, []).append(record)
+    for (model, route, status, key_name), some in alike.items():
+        tally.add("requests", (model, route, str(status), key_name), len(some))
+        tally.add("response_bytes", (model,), sum([record.bytes for record in some]))
+        tally.observe("request_duration_seconds", (model, route), *[record.duration / 1000 for record in some])
+        waits = [record.wait / 1000 for record in some if record.wait is not None]
+        if waits:
+            tally.observe("wait_seconds", (model,), *waits)
+        firsts = [record.first_byte / 1000 for record in some if record.first_byte is not None]
+        if firsts:
+            tally.observe("time_to_first_byte_seconds", (model, route), *firsts)
+        for direction, tokens in (
+            ("in", sum([record.prompt for record in some if record.prompt > 0])),
+            ("out", sum([record.generated for record in some if record.generated > 0])),
+            ("cached", sum([record.cached for record in some if record.cached > 0])),
+        ):
+            if tokens:
+                tally.add("tokens", (model, direction), tokens)

@@ -7,10 +7,9 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmflask.store import bulk, counters
 from qmflask.store.counters import Sum, Tally
@@ -59,8 +58,7 @@ class ActivityError(Exception):
     """Raised when the activity store cannot be read or written; nothing else is hurt."""
 
 
-@dataclass(slots=True)  # not frozen: that would cost more than all else that is done to make one
-class Record:
+class Record(NamedTuple):
     """One served request, as its row. Times in ms; token counts and speeds are -1 where the answer did not say."""
 
     time: int
@@ -89,8 +87,7 @@ class Record:
     id: int = 0
 
 
-_COLUMNS = tuple(field.name for field in fields(Record) if field.name != "id")
-_values = attrgetter(*_COLUMNS)
+_COLUMNS = Record._fields[:-1]  # without the id
 _SELECT = f"SELECT {', '.join(_COLUMNS)}, id FROM records"
 
 
@@ -214,7 +211,7 @@ class ActivityStore:
         """Write records, each with its packed capture if it has one, and their counters, in one transaction."""
         with self._transaction("BEGIN IMMEDIATE") as tx:
             ids = range(_last_id(tx) + 1, sys.maxsize)
-            served = [(*_values(record), at) for at, (record, _) in zip(ids, rows, strict=False)]
+            served = [(*record[:-1], at) for at, (record, _) in zip(ids, rows, strict=False)]
             kept = [(at, len(body), body) for at, (_, body) in zip(ids, rows, strict=False) if body is not None]
             bulk.insert(tx, "records", (*_COLUMNS, "id"), served)
             bulk.insert(tx, "captures", ("record", "size", "body"), kept)

@@ -49,14 +49,15 @@ class Tally:
         key = (name, labels)
         self._sums[key] = self._sums.get(key, 0) + value
 
-    def observe(self, name: str, labels: tuple[str, ...], seconds: float) -> None:
-        """Add one observation to a histogram."""
+    def observe(self, name: str, labels: tuple[str, ...], *seconds: float) -> None:
+        """Add observations to a histogram."""
         key = (name, labels)
         found = self._histograms.get(key)
         if found is None:
             found = self._histograms[key] = [0.0] * (len(BOUNDS) + 1)
-        found[0] += seconds
-        found[1 + bisect_left(BUCKETS, seconds)] += 1
+        found[0] += sum(seconds)
+        for value in seconds:
+            found[1 + bisect_left(BUCKETS, value)] += 1
 
     def __bool__(self) -> bool:
         return bool(self._sums or self._histograms)

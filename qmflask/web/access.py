@@ -8,8 +8,7 @@ from typing import Any
 
 from flask import Blueprint, Response, request
 
-from qmflask.accesslog import Access
-from qmflask.recording import MILLISECOND, remote_of
+from qmflask.recording import MILLISECOND, access, asked
 from qmflask.router import Router
 
 #: What is asked for every few seconds by machines and open pages tells nobody anything.
@@ -54,18 +53,5 @@ def end(router: Callable[[], Router], environ: dict[str, Any], response: Respons
 
 def _note(router: Router, environ: dict[str, Any], response: Response) -> None:
     now, began = time.monotonic_ns(), environ.get("qmflask.began", 0)
-    router.activity.note_access(
-        time.time(),
-        Access(
-            remote=remote_of(environ),
-            method=environ["REQUEST_METHOD"],
-            target=str(environ.get("RAW_URI") or environ.get("PATH_INFO") or ""),
-            protocol=str(environ.get("SERVER_PROTOCOL") or ""),
-            status=response.status_code,
-            bytes=response.content_length or 0,
-            agent=str(environ.get("HTTP_USER_AGENT") or ""),
-            duration_ms=(now - began) / MILLISECOND,
-            id="-",
-            more={},
-        ),
-    )
+    line = access(asked(environ), response.status_code, response.content_length or 0, (now - began) / MILLISECOND)
+    router.activity.note_access(time.time(), line)

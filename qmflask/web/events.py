@@ -109,14 +109,14 @@ class _Logs(_Feed):
 
 
 class _Changes(_Feed):
-    """A value that is sent whole whenever it differs from the last one."""
+    """A value that is sent whole whenever it differs from the last one; the same message to all who look."""
 
     kind = ""
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
         self._version = 0
-        self._last: Any = None
+        self._last = b""
 
     def value(self, moment: Moment) -> Any:
         """What is sent."""
@@ -126,10 +126,12 @@ class _Changes(_Feed):
         if moment.version == self._version:
             return
         self._version = moment.version
-        value = self.value(moment)
-        if value != self._last:
-            self._last = value
-            yield message(self.kind, value)
+        told = moment.messages.get(self.kind)
+        if told is None:
+            told = moment.messages[self.kind] = message(self.kind, self.value(moment))
+        if told != self._last:
+            self._last = told
+            yield told
 
 
 class _Models(_Changes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -20,7 +20,7 @@ MOMENT = 0.2
 
 @dataclass(frozen=True)
 class Moment:
-    """One look at the box. `version` counts the looks that saw a change."""
+    """One look at the box. `version` counts the looks that saw a change; `messages` are kept by who makes them."""
 
     version: int
     status: Status
@@ -28,6 +28,7 @@ class Moment:
     body: dict[str, Any]
     encoded: str
     last_record: int
+    messages: dict[str, bytes] = field(default_factory=dict)
 
 
 class Live:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import pytest
 
 from qmflask.accesslog import LineStyle
 from qmflask.activity import Activity, Surroundings, gpu_readings, retention
-from qmflask.captures import decoded, pack_capture, unpack_capture
+from qmflask.captures import decoded, pack_capture, redacted, unpack_capture
 from qmflask.config import Config
 from qmflask.errors import ClientGone, ModelNotFound, UpstreamUnreachable
 from qmflask.journal import Journal, JournalHandler, ServiceLog, level_of, one_line, timestamp
@@ -128,6 +129,59 @@ def test_a_served_request_leaves_record_counters_capture_and_line() -> None:
     assert " model=alpha wait_ms=12.5" in line
     assert line.endswith("tokens_in=5 tokens_out=7 tokens_cached=2 asked=alias\n")
     assert "secret" not in line
+
+
+def test_requests_that_end_together_are_counted_by_their_own_labels() -> None:
+    given = [("a", "/x", 200), ("b", "/x", 200), ("a", "/x", 200), ("a", "/upstream/a/y", 200), ("a", "/x", 502)]
+    served = []
+    for model, path, status in given:
+        found = Recording(Keeper(), environ(PATH_INFO=path), 0)
+        found.named(model, model)
+        found.granted(20.0, False)
+        found.begin(status, [("Content-Type", "application/json")])
+        found.feed(b'{"usage": {"prompt_tokens": 5}}')
+        found.end(Outcome(status=status, complete=True))
+        served.append(found)
+    nameless = Recording(Keeper(), environ(PATH_INFO="/x"), 0)
+    nameless.named("unknown", None)
+    nameless.fail(ModelNotFound("unknown"))
+    tally = Tally()
+    rows, _ = settle_all([*served, nameless], tally, None)
+    assert [row.model for row, _ in rows] == ["a", "b", "a", "a", "a", "unknown"]
+    sums = {(row.name, row.labels): row.value for row in tally.rows()}
+    assert {labels: value for (name, labels), value in sums.items() if name == "requests"} == {
+        ("a", "/x", "200", ""): 2,
+        ("b", "/x", "200", ""): 1,
+        ("a", "/upstream", "200", ""): 1,
+        ("a", "/x", "502", ""): 1,
+        ("", "/x", "404", ""): 1,
+    }
+    assert (sums["tokens", ("a", "in")], sums["tokens", ("b", "in")]) == (15, 5)
+    assert (sums["wait_seconds_bucket", ("a", "0.025")], sums["wait_seconds_sum", ("b",)]) == (4, 0.02)
+    assert ("tokens", ("a", "cached")) not in sums
+    assert ("wait_seconds_sum", ("",)) not in sums
+
+
+def test_what_waits_to_be_written_does_not_keep_the_request_alive() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    gone = weakref.ref(held)
+    found = recording(**{"wsgi.input": held})
+    assert found.request_headers() == {"User-Agent": "test/1", "Authorization": "[REDACTED]"}
+    del held
+    assert gone() is not None
+    found.end(Outcome(status=200, complete=True))
+    assert gone() is None
+    assert found.request_headers() == {}  # for a page that looks at this very moment
+
+
+def test_headers_are_shown_once_and_without_keys() -> None:
+    given = [("X-Api-KEY", "secret"), ("A", "1"), ("content-encoding", "gzip"), ("A", "2"), ("set-cookie", "secret")]
+    shown = {"X-Api-KEY": "[REDACTED]", "A": "1", "set-cookie": "[REDACTED]"}
+    assert redacted(given, "content-encoding") == shown
+    assert redacted(given) == {**shown, "content-encoding": "gzip"}
 
 
 def test_json_lines_have_the_same_fields() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,8 @@ from qmflask.names import Names
 from qmflask.relay import Outcome
 from qmflask.web import auth, request_id, upstream_path
 from qmflask.web.answers import preflight, redirect
+from qmflask.web.events import _Status
+from qmflask.web.live import Moment
 from qmflask.web.raw import cleaned, raw_path
 from qmflask.web.sending import join, rename_in_query
 from qmflask.web.visit import READ_SECONDS, Visit, header_text
@@ -245,3 +247,18 @@ def test_paths_that_name_no_model_are_not_found(rest: str) -> None:
     live = SimpleNamespace(config=Config())
     error = upstream_path._not_found(live, rest, rest)  # type: ignore[arg-type]
     assert error.status == 404 and "no model is named" in error.message
+
+
+def test_all_pages_get_one_and_the_same_message_of_a_moment() -> None:
+    router: Any = None
+    pages = [_Status(router), _Status(router)]
+
+    def told(version: int, encoded: str) -> list[bytes]:
+        moment = Moment(version, cast(Any, None), 1, {}, encoded, 0)
+        return [piece for page in pages for piece in page.news(moment)]
+
+    first, second = told(1, '{"a":1}')
+    assert first is second
+    assert first == b'event:message\ndata:{"type":"status","data":"{\\"a\\":1}"}\n\n'
+    assert told(2, '{"a":1}') == []  # something changed that they do not show
+    assert len(told(3, '{"a":2}')) == 2
