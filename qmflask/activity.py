@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import orjson
 
 from qmflask.accesslog import Access, LineStyle
+from qmflask.captures import Allowance
 from qmflask.config import Config
 from qmflask.host import Host
 from qmflask.journal import Journal, configure, level_of, to_stdout, wants_json
@@ -75,6 +76,7 @@ class Activity:
         self._echo: Tail | None = None
         self._echoed: object = None
         self._finished: deque[Recording] = deque(maxlen=BACKLOG)
+        self._captures = Allowance()
         self._lines: deque[tuple[float, Access]] = deque(maxlen=BACKLOG)
         self._inflight: dict[str, Recording] = {}
         self._some = threading.Event()
@@ -196,7 +198,7 @@ class Activity:
             for recording in some:
                 if recording.paid and recording.model is not None:
                     recording.load_ms = self._around.load_ms(recording.model)
-            settled = settle_all(some, tally, style)
+            settled = settle_all(some, tally, style, self._captures)
             rows += settled.rows
             lines += settled.lines
             time.sleep(0)  # whoever waits for the interpreter has it now, not after all of them

@@ -43,6 +43,29 @@ def redacted(headers: Sequence[Header], without: str = "") -> dict[str, str]:
     return found
 
 
+class Allowance:
+    """How many captures may be kept: so many of a burst, then so many a second. Times are monotonic nanoseconds.
+
+    At hundreds of requests a second packing them would cost more than all other recording, for a buffer that forgets
+    them within seconds.
+    """
+
+    def __init__(self, burst: int = 50, a_second: float = 20.0) -> None:
+        self._burst = burst
+        self._rate = a_second / 1e9
+        self._left = float(burst)
+        self._at = 0
+
+    def take(self, now: int) -> bool:
+        """Whether one more may be kept."""
+        self._left = min(self._burst, self._left + max(0, now - self._at) * self._rate)
+        self._at = max(self._at, now)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def pack_capture(
     path: str, request_headers: Mapping[str, str], request: bytes, answer_headers: Mapping[str, str], answer: bytes
 ) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from qmflask import usage
 from qmflask.accesslog import Access, LineStyle
-from qmflask.captures import decoded, keeps, pack_capture, redacted
+from qmflask.captures import Allowance, decoded, keeps, pack_capture, redacted
 from qmflask.errors import ClientGone, QmflaskError
 from qmflask.headers import Header, first
 from qmflask.relay import Outcome
@@ -244,9 +244,11 @@ class Recording:
             return usage.NOTHING, usage.error_message(status, reader.body()), True
         return reader.tokens(), None, True
 
-    def capture(self) -> bytes | None:
-        """What is kept to be looked at, packed; None if nothing is."""
+    def capture(self, allowance: Allowance) -> bytes | None:
+        """What is kept to be looked at, packed; None if nothing is. Failures are kept whatever is allowed."""
         if not (self._capture_limit and self._request_headers and self._found.readable and self.stored):
+            return None
+        if not allowance.take(self._ended) and self._found.status < 400:
             return None
         packed = pack_capture(
             self.path,
@@ -338,15 +340,15 @@ class Settled(NamedTuple):
     lines: list[bytes]
 
 
-def settle_all(recordings: Sequence[Recording], tally: Tally, style: LineStyle | None) -> Settled:
-    """Work out all that is written, and count it; lines only where there is a style.
+def settle_all(recordings: Sequence[Recording], tally: Tally, style: LineStyle | None, allowance: Allowance) -> Settled:
+    """Work out all that is written, and count it; lines only where there is a style, captures as far as is allowed.
 
     One step for all before the next one: the same code again and again stays in the processor's caches, which makes
     it a third cheaper than all steps for one.
     """
     for recording in recordings:
         recording.read()
-    captures = [recording.capture() for recording in recordings]
+    captures = [recording.capture(allowance) for recording in recordings]
     records = [recording.record(capture is not None) for recording, capture in zip(recordings, captures, strict=True)]
     count(tally, recordings, records)
     rows = [

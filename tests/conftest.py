@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 
@@ -16,6 +17,12 @@ _STEERING = ("QMFLASK_", "GUNICORN_", "OPENAI_", "ANTHROPIC_", "HTTP_PROXY", "HT
 def pytest_report_header() -> str:
     """Say which llama-server the tests use."""
     return llama.described()
+
+
+def pytest_configure() -> None:
+    """Where we run in a shell's background, SIGINT is ignored, and all that we start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

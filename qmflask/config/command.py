@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SEPARATORS = frozenset(" \t\n")
+_SEPARATORS = " \t\n"
 #: What counts as blank at the ends of a line: Unicode white space.
 _BLANK = " \t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
@@ -28,8 +28,9 @@ def _joined(text: str) -> str:
 class _Splitter:
     """Token stage: one pass over the characters, with the state of the quote it is in."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, separators: str) -> None:
         self.text, self.at = text, 0
+        self.separators = frozenset(separators)
         self.words: list[str] = []
         self.word: list[str] | None = None
 
@@ -70,7 +71,7 @@ class _Splitter:
     def run(self) -> list[str]:
         while self.at < len(self.text):
             char = self.take()
-            if char in _SEPARATORS:
+            if char in self.separators:
                 self.end_word()
             elif char == "'":
                 self.single()
@@ -86,9 +87,12 @@ class _Splitter:
         return self.words
 
 
-def split_command(text: str) -> list[str]:
-    """The arguments of a command; raises ValueError("empty command ...") when there are none."""
-    words = _Splitter(_joined(text)).run()
+def split_command(text: str, more_separators: str = "") -> list[str]:
+    """The arguments of a command; raises ValueError("empty command ...") when there are none.
+
+    `more_separators` are characters that stand for spaces.
+    """
+    words = _Splitter(_joined(text), _SEPARATORS + more_separators).run()
     if not words:
         raise ValueError("empty command: there is nothing to run but blanks and comments")
     return words

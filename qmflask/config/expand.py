@@ -22,6 +22,7 @@ from qmflask.config.macros import (
 )
 from qmflask.config.problems import Mark, Path, Problems, dotted, shown
 from qmflask.config.schema import RootSection
+from qmflask.config.spaces import torn_references
 from qmflask.config.yaml12 import Map, Node, Scalar, Seq, YamlError, is_null
 
 DEFAULT_PROXY = "http://localhost:${PORT}"
@@ -133,6 +134,7 @@ class _Models:
         own = declare(node.get("macros"), prefix, (*path, "macros"), self.problems)
         macros = self.macros.with_model(model, own)
         node = self._prepared(node)
+        self._warn_of_spaces(node, macros, path)
         expanded = self.expander.node(node, macros)
         assert isinstance(expanded, Map)
         self._override_keys(expanded, model, macros)
@@ -147,6 +149,23 @@ class _Models:
             expanded = filled
         self._check(expanded, model, macros, templates, mark)
         return expanded
+
+    def _warn_of_spaces(self, node: Map, macros: Macros, path: Path) -> None:
+        """References that are replaced before the command is split, and then are several arguments."""
+        for name in ("cmd", "cmdStop"):
+            value = node.entries.get(name)
+            if not isinstance(value, Scalar) or not isinstance(value.value, str):
+                continue
+            for torn in torn_references(value.value, macros, value.mark):
+                reference = f"${{{torn.name}}}"
+                self.problems.warning(
+                    f"{reference} has a space and stands outside quotes: it becomes {torn.count} arguments",
+                    value.mark,
+                    (*path, name),
+                    code="spaces",
+                    allowed="one argument",
+                    hint=f'write "{reference}", in double quotes',
+                )
 
     @staticmethod
     def _prepared(node: Map) -> Map:

@@ -20,7 +20,7 @@ import pytest
 
 from qmflask.accesslog import LineStyle
 from qmflask.activity import Activity, Surroundings, gpu_readings, retention
-from qmflask.captures import decoded, pack_capture, redacted, unpack_capture
+from qmflask.captures import Allowance, decoded, pack_capture, redacted, unpack_capture
 from qmflask.config import Config
 from qmflask.config.resolved import Store
 from qmflask.errors import ClientGone, ModelNotFound, UpstreamUnreachable
@@ -96,7 +96,7 @@ class Settled(NamedTuple):
 
 
 def settled_alone(found: Recording, tally: Tally | None = None, style: LineStyle = LineStyle()) -> Settled:
-    rows, lines = settle_all([found], Tally() if tally is None else tally, style)
+    rows, lines = settle_all([found], Tally() if tally is None else tally, style, Allowance())
     record, capture = rows[0] if rows else (None, None)
     return Settled(record, capture, lines[0])
 
@@ -132,6 +132,21 @@ def test_a_served_request_leaves_record_counters_capture_and_line() -> None:
     assert "secret" not in line
 
 
+def test_in_a_rush_only_some_captures_are_kept_and_all_of_failures() -> None:
+    allowance = Allowance(burst=2, a_second=10)
+    assert [allowance.take(int(at * 1e9)) for at in (5, 5, 5, 5.05, 5.11, 5.12, 4, 90, 90, 90)] == (
+        [True, True, False, False, True, False, False, True, True, False]
+    )
+    served = []
+    for status in (200, 200, 200, 500, 500):
+        served.append(recording())
+        served[-1].begin(status, [("Content-Type", "application/json")])
+        served[-1].end(Outcome(status=status, complete=True))
+    rows, _ = settle_all(served, Tally(), None, Allowance(burst=1, a_second=0))
+    assert [capture is not None for _, capture in rows] == [True, False, False, True, True]
+    assert [record.has_capture for record, _ in rows] == [1, 0, 0, 1, 1]
+
+
 def test_requests_that_end_together_are_counted_by_their_own_labels() -> None:
     given = [("a", "/x", 200), ("b", "/x", 200), ("a", "/x", 200), ("a", "/upstream/a/y", 200), ("a", "/x", 502)]
     served = []
@@ -147,7 +162,7 @@ def test_requests_that_end_together_are_counted_by_their_own_labels() -> None:
     nameless.named("unknown", None)
     nameless.fail(ModelNotFound("unknown"))
     tally = Tally()
-    rows, _ = settle_all([*served, nameless], tally, None)
+    rows, _ = settle_all([*served, nameless], tally, None, Allowance())
     assert [row.model for row, _ in rows] == ["a", "b", "a", "a", "a", "unknown"]
     sums = {(row.name, row.labels): row.value for row in tally.rows()}
     assert {labels: value for (name, labels), value in sums.items() if name == "requests"} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -279,3 +280,46 @@ def test_empty_environment_values_are_allowed() -> None:
     assert (
         config("models: {m: {cmd: 'x ${PORT} ${env.A}'}}\nlogTimeFormat: ${env.A}", A="").models["m"].cmd == "x 5800 "
     )
+
+
+SPACED = "models: {'my model': {%s}}\n"
+SHARED = """macros:
+  alias: '--alias ${MODEL_ID} -x'
+  dir: /my models
+  exe: /opt/a server
+  args: ' --fa on -n 3 '
+  v: 'b: 1'
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "torn"),
+    [
+        ("srv --alias ${MODEL_ID}", ["MODEL_ID"]),
+        ("srv --alias=${MODEL_ID} --again ${MODEL_ID}", ["MODEL_ID"]),
+        ('srv --alias "${MODEL_ID}"', []),
+        ('srv --alias="${MODEL_ID}"', []),
+        ("srv --alias 'a ${MODEL_ID}' b", []),
+        ("srv '${MODEL_ID}' ${MODEL_ID}.gguf", ["MODEL_ID"]),
+        ("srv # ${MODEL_ID}", ["MODEL_ID"]),
+        ("\n  # ${MODEL_ID}\n  srv\n", []),
+        ("srv ${alias}", ["MODEL_ID"]),
+        ("srv -m ${dir}/x.gguf", ["dir"]),
+        ("srv -m ${dir}", ["dir"]),
+        ('srv -m "${dir}/x.gguf" --mmproj "${dir}"', []),
+        ("${exe}${args}--host h${args}", []),
+        ("${exe} ${dir}", []),
+        ("srv --set ${v}", []),
+        ("srv ${dir}/a ${MODEL_ID}", ["MODEL_ID", "dir"]),
+    ],
+)
+def test_a_reference_that_the_split_tears_is_warned_of(command: str, torn: list[str]) -> None:
+    """And none that holds several arguments on purpose, which is what most macros with spaces do."""
+    model = {"cmd": "srv ${PORT}", "cmdStop": command}
+    for where in ("cmd", "cmdStop"):
+        text = SHARED + SPACED % f"cmd: {json.dumps(command + ' ${PORT}')}"
+        if where == "cmdStop":
+            text = SHARED + SPACED % ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items())
+        warnings = [w for w in load([Source("f.yaml", text)], {}).warnings if w.code == "spaces"]
+        assert [w.message[2 : w.message.index("}")] for w in warnings] == torn
+        assert all(w.path.endswith(f".{where}") and "becomes 2 arguments" in w.message for w in warnings)

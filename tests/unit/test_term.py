@@ -17,6 +17,7 @@ from qmflask.config import Config
 from qmflask.configfiles import resolved_path
 from qmflask.configreader import ConfigReader
 from qmflask.configuration import Configuration
+from qmflask.errors import Unavailable
 from qmflask.policy import schedule
 from qmflask.policy.rules import Rules
 from qmflask.processes import Children, boot_id
@@ -152,6 +153,17 @@ def test_a_configuration_that_cannot_be_read_makes_no_model_unknown(
         box.leader.refresh(box.store)
     assert box.codes() == ["service_unavailable", "service_unavailable", "model_start_failed", "model_start_failed"]
     assert caplog.text.count("cannot be read") == 1
+
+
+def test_a_worker_that_cannot_take_up_what_is_in_force_says_so_and_keeps_house(box: Box) -> None:
+    """Its requests are to come again; what it does once a second goes on."""
+    published = box.publish()
+    resolved_path(box.state, published).unlink()
+    with pytest.raises(Unavailable, match=f"configuration {published} cannot be read") as refused:
+        box.leader.take_up(box.store, published)
+    assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    assert not box.leader.refresh(box.store)
+    assert box.leader.live.generation < published
 
 
 def test_what_runs_under_a_configuration_that_cannot_be_read_is_not_removed(box: Box) -> None:
