@@ -23,7 +23,7 @@ MAX_INFORMATIONAL = 16
 _HEAD_END = re.compile(rb"\r?\n\r?\n")
 _STATUS = re.compile(rb"HTTP/(\d)\.(\d)[ \t]+(\d\d\d)(?:[ \t]+([^\r\n]*))?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
-_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
+_SIZE = re.compile(rb"[ \t]*([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\n]*)?\r?")
 
 
 class Malformed(ValueError):
@@ -268,10 +268,10 @@ def _whole_chunks(data: bytes, position: int, out: list[bytes]) -> int:
 
 @functools.lru_cache(maxsize=256)  # the events of a stream are of few lengths
 def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].strip()
-    if _SIZE.fullmatch(digits) is None:
+    size = _SIZE.fullmatch(line)  # in one line: a row of chunks is split at CRLF alone
+    if size is None:
         raise Malformed(f"sent {line[:40]!r} where a chunk size was due")
-    return int(digits, 16)
+    return int(size[1], 16)
 
 
 def _parse_head(head: bytes, rest: bytes) -> Head:
