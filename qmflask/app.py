@@ -17,6 +17,7 @@ from qmflask.places import source_path, state_path
 from qmflask.router import Router
 from qmflask.runtime import Runtime, complain
 from qmflask.store import StoreError
+from qmflask.timedsocket import release
 from qmflask.web import (
     access,
     auth,
@@ -118,6 +119,7 @@ def start_worker(worker: Any) -> None:
         if not first and _told_to_end(worker):
             raise SystemExit(0) from None
         raise SystemExit(3) from None  # gunicorn's code for a worker that cannot boot: the master stops
+    _take_over(worker)
     if _speaks_for_all(worker):
         if type(worker).__name__ == "SyncWorker":
             log.warning(
@@ -125,6 +127,13 @@ def start_worker(worker: Any) -> None:
                 "status pages included; use --worker-class gthread --threads 64"
             )
         auth.warn_if_open(router.live.config, [listener.getsockname() for listener in worker.sockets])
+
+
+def _take_over(worker: Any) -> None:
+    """Before gunicorn's own kinds of worker accept: by a HUP or USR2 they may inherit sockets that ours had."""
+    if not hasattr(worker, "may_go"):
+        for listener in getattr(worker, "sockets", ()):
+            release(listener)
 
 
 def _speaks_for_all(worker: Any) -> bool:

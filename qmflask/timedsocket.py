@@ -90,6 +90,16 @@ class TimedSocket(socket.socket):
         return error if self._limit == 0 or error.errno not in _LATE else TimeoutError("timed out")
 
 
+def release(listener: Any) -> None:
+    """Have a listening socket wait and its connections last as they like: servers that know no such limits take over.
+
+    It does not block from here on, as those servers have it, so that nobody who accepts now is held by it for ever.
+    """
+    listener.setblocking(False)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        listener.setsockopt(socket.SOL_SOCKET, option, timeval(None))
+
+
 @functools.lru_cache(maxsize=64)
 def timeval(seconds: float | None) -> bytes:
     """A struct timeval; None is no limit, which the kernel spells zero."""

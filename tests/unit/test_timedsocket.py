@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qmflask.timedsocket import TimedSocket, timeval
+from qmflask.timedsocket import TimedSocket, release, timeval
 
 Pair = tuple[TimedSocket, socket.socket]
 
@@ -71,6 +71,20 @@ def test_zero_never_waits_and_is_told_apart(pair: Pair) -> None:
     sock.setblocking(False)
     with pytest.raises(BlockingIOError):
         sock.recv(1)
+
+
+def test_whoever_takes_a_listener_over_inherits_no_limits() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            listener.setsockopt(socket.SOL_SOCKET, option, timeval(0.2))
+        release(listener)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        with socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    assert accepted.getsockopt(socket.SOL_SOCKET, option, 16) == timeval(None)
 
 
 def test_the_shortest_limit_is_no_unlimited_one() -> None:
