@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import select
 import socket
+import termios
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qmflask.hangup import probe_peer
+from qmflask.hangup import probe_peer, send_queue
 from qmflask.timedsocket import TimedSocket, timeval
 
 log = logging.getLogger(__name__)
@@ -24,15 +26,68 @@ LOOK_SECONDS = 0.2
 #: How often the log says that nothing can be accepted.
 _QUIET_SECONDS = 10.0
 
+#: How many looks at a client that takes nothing make up its time limit.
+_LOOKS = 4
+
 #: Takes over a connection: (socket, client's address, listener's address).
-Serve = Callable[[TimedSocket, Any, Any], None]
+Serve = Callable[["ClientSocket", Any, Any], None]
 
 
 class ClientSocket(TimedSocket):
     """A client's connection. Whoever is silent for too long counts as gone, which servers take as nothing unusual."""
 
+    #: By when all that is read now has to have come, in monotonic seconds.
+    _due: float | None = None
+
     def setblocking(self, flag: bool) -> None:
         """gunicorn's own switching to and fro would only take the limits away."""
+
+    def bound(self, option: int, seconds: float | None) -> None:
+        """As TimedSocket's; a write returns sooner, see `sendall`."""
+        super().bound(option, seconds / _LOOKS if seconds and option == socket.SO_SNDTIMEO else seconds)
+
+    def hasten(self, seconds: float | None) -> None:
+        """From now on all reads together may take so long; None ends that. Bytes that drip hold nobody for ever."""
+        if seconds is not None:
+            self._due = time.monotonic() + seconds
+        elif self._due is not None:
+            self._due = None
+            self.bound(socket.SO_RCVTIMEO, self._limit)
+
+    def recv(self, *args: Any) -> bytes:
+        """As socket's."""
+        if self._due is not None:
+            left = self._due - time.monotonic()
+            if left <= 0:
+                raise ConnectionResetError(errno.ECONNRESET, "the client took too long")
+            self.bound(socket.SO_RCVTIMEO, left if self._limit is None else min(left, self._limit))
+        return super().recv(*args)
+
+    def sendall(self, data: bytes | memoryview, *flags: int) -> None:  # type: ignore[override]
+        """As socket's, until the client has taken no byte for the time limit (up to a quarter longer).
+
+        A socket has room again once a third of its buffer is free. With a slow client that takes minutes, in which no
+        write succeeds though bytes move all the time; so what waits in the kernel is looked at.
+        """
+        waiting, looks = -1, 0
+        while True:
+            try:
+                sent = socket.socket.send(self, data, *flags)
+                if sent == len(data):
+                    return
+                data, waiting = memoryview(data)[sent:], -1
+            except BlockingIOError as error:
+                before, waiting = waiting, send_queue(self.fileno())
+                looks = looks + 1 if waiting == before else 0
+                if looks == _LOOKS or self._limit == 0:
+                    raise self._judged(error) from None
+
+    def unread(self) -> bool:
+        """Whether bytes have come that nobody has read: closing would then reset the connection."""
+        try:
+            return fcntl.ioctl(self.fileno(), termios.FIONREAD, b"\0\0\0\0") != b"\0\0\0\0"
+        except (OSError, ValueError):  # closed
+            return False
 
     def _judged(self, error: BlockingIOError) -> OSError:
         judged = super()._judged(error)
@@ -59,10 +114,10 @@ class Door:
         # What connections inherit, which costs them nothing; AF_UNIX ones do not.
         self._inherited = listener.family in (socket.AF_INET, socket.AF_INET6)
         if self._inherited:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(seconds))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(seconds / _LOOKS))
             probe_peer(listener)
 
-    def accept(self) -> tuple[TimedSocket, Any] | None:
+    def accept(self) -> tuple[ClientSocket, Any] | None:
         """The next connection; None when none has come for a while, or it has gone again.
 
         The listener's flags are those of all processes that have it: whoever makes it non-blocking, as gunicorn's own
@@ -98,7 +153,7 @@ class Crew:
     def __init__(self, limit: int, serve: Serve) -> None:
         self._limit = limit
         self._serve = serve
-        self._doors: list[Door] = []
+        self._doors: dict[Door, list[Door]] = {}  # each -> all in turn, the next one first and itself last
         self._idle: list[_Seat] = []
         self._count = 0
         self._busy = 0
@@ -115,9 +170,11 @@ class Crew:
     def open(self, doors: Sequence[Door]) -> None:
         """Begin to accept."""
         with self._changed:
-            self._doors = list(doors)
+            self._doors = {door: [*doors[at + 1 :], *doors[: at + 1]] for at, door in enumerate(doors)}
             for door in self._doors:
                 self._summon(door)
+            if not self._count:
+                raise RuntimeError("not one thread can be started")
 
     def close(self) -> None:
         """Have nobody accept any more, from `LOOK_SECONDS` later on; connections under way are served to their end."""
@@ -150,11 +207,15 @@ class Crew:
             door.waiting += 1
             self._idle.pop().give(door)
         elif self._count < self._limit:
+            # Daemons: a stopped worker's last threads must not keep its process alive.
+            name = f"request-{self._count + 1}"
+            try:
+                threading.Thread(target=self._work, args=(door,), name=name, daemon=True).start()
+            except (RuntimeError, MemoryError) as error:  # the system has no more: those that we have serve on
+                self._complain("no further thread can be started: %s", error)
+                return
             self._count += 1
             door.waiting += 1
-            # Daemons: a stopped worker's last threads must not keep its process alive.
-            name = f"request-{self._count}"
-            threading.Thread(target=self._work, args=(door,), name=name, daemon=True).start()
 
     def _work(self, door: Door | None) -> None:
         seat = _Seat()
@@ -165,21 +226,25 @@ class Crew:
                 self._run(*accepted, door.address)
             door = self._next(seat, door, served=accepted is not None)
 
-    def _accept(self, door: Door) -> tuple[TimedSocket, Any] | None:
+    def _accept(self, door: Door) -> tuple[ClientSocket, Any] | None:
         try:
             return door.accept()
         except Exception as error:  # out of descriptors, say: it must not end the thread, nor fill the log
-            now = time.monotonic()
-            if not self._closed and now >= self._quiet_until:
-                self._quiet_until = now + _QUIET_SECONDS
-                log.error("no connection can be accepted: %s", error)
+            if not self._closed:
+                self._complain("no connection can be accepted: %s", error)
             time.sleep(LOOK_SECONDS)
             return None
 
-    def _run(self, sock: TimedSocket, client: Any, address: Any) -> None:
+    def _complain(self, message: str, error: BaseException) -> None:
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _QUIET_SECONDS
+            log.error(message, error)
+
+    def _run(self, sock: ClientSocket, client: Any, address: Any) -> None:
         try:
             self._serve(sock, client, address)
-        except Exception:
+        except BaseException:  # SystemExit too: a thread that ended here would be missed for ever, and by the drain
             log.exception("A connection ended in an error that nobody caught.")
 
     def _leave(self, door: Door) -> None:
@@ -194,14 +259,13 @@ class Crew:
         with self._lock:
             if served:
                 self._busy -= 1
-            elif not self._closed:
-                return door
             else:
                 door.waiting -= 1
             if self._closed:
                 self._changed.notify_all()
                 return None
-            door = min(self._doors, key=lambda door: door.waiting)
+            # In turn where nobody waits, so that few threads see to many doors.
+            door = min(self._doors[door], key=lambda door: door.waiting)
             if door.waiting < SPARE:
                 door.waiting += 1
                 return door

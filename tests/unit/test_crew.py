@@ -15,6 +15,7 @@ from qmflask.crew import LOOK_SECONDS, SPARE, ClientSocket, Crew, Door
 from qmflask.timedsocket import TimedSocket
 
 WAIT = 20
+ERRORS: dict[bytes, BaseException] = {b"bad": RuntimeError("bad"), b"exit": SystemExit(1)}
 
 
 class Served:
@@ -28,10 +29,10 @@ class Served:
         gate = self.gates[sock.fileno()] = threading.Event()
         self.seen.put((sock, threading.current_thread().name))
         assert gate.wait(WAIT)
-        fails = sock.recv(16) == b"bad"
+        said = sock.recv(16)
         sock.close()
-        if fails:
-            raise RuntimeError("bad")
+        if said in ERRORS:
+            raise ERRORS[said]
 
     def next(self) -> tuple[Callable[[], None], str]:
         """(what has the next connection go on, the name of its thread)"""
@@ -141,11 +142,12 @@ def test_many_at_once_get_a_thread_each(served: Served, place: Callable[[int], P
     served.next()[0]()
 
 
+@pytest.mark.parametrize("error", ERRORS)
 def test_an_error_ends_neither_the_thread_nor_the_crew(
-    served: Served, place: Callable[[int], Place], caplog: pytest.LogCaptureFixture
+    served: Served, place: Callable[[int], Place], caplog: pytest.LogCaptureFixture, error: bytes
 ) -> None:
     ours = place(1)
-    ours.connect(b"bad")
+    ours.connect(error)
     go, name = served.next()
     go()
     ours.connect()
@@ -180,7 +182,7 @@ def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place:
     seconds = [
         sock.getsockopt(socket.SOL_SOCKET, option, 16)[:8] for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
     ]
-    assert [int.from_bytes(value, "little") for value in seconds] == [5, 60]
+    assert [int.from_bytes(value, "little") for value in seconds] == [5, 15]  # of writes a look, four make the limit
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
     served.gates[sock.fileno()].set()
@@ -196,7 +198,7 @@ def test_a_unix_door_gives_the_same(tmp_path: Any) -> None:
         assert accepted is not None
         with accepted[0] as sock:
             value = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
-            assert int.from_bytes(value[:8], "little") == 60
+            assert int.from_bytes(value[:8], "little") == 15  # a look; four make the limit
     listener.close()
 
 
@@ -207,6 +209,110 @@ def test_a_listener_that_somebody_made_non_blocking_has_nobody_spin() -> None:
         begin = time.monotonic()
         assert door.accept() is None
         assert time.monotonic() - begin >= LOOK_SECONDS / 2
+
+
+def test_few_threads_see_to_many_doors(served: Served) -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    crew = Crew(2, served.serve)
+    crew.open([Door(listener, 5.0, 60.0) for listener in listeners])
+    clients = []
+
+    def connect(listener: socket.socket) -> Callable[[], None]:
+        clients.append(socket.create_connection(listener.getsockname()))
+        clients[-1].sendall(b"x")
+        return served.next()[0]
+
+    lasting = connect(listeners[0])  # from here on one thread is left for all
+    for listener in [*listeners, *listeners]:
+        connect(listener)()
+    lasting()
+    crew.close()
+    assert crew.wait(WAIT)
+    for sock in [*clients, *listeners]:
+        sock.close()
+
+
+def test_where_no_thread_can_be_started_the_others_serve_on(
+    served: Served, place: Callable[[int], Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = place(8)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(3):
+        ours.connect()
+    assert len({name for go, name in (served.next() for _ in range(3)) if go() is None}) == 1
+    assert caplog.text.count("no further thread") == 1
+    until(lambda: not ours.crew.busy and ours.door.waiting == 1)
+
+
+def test_without_a_single_thread_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(RuntimeError, match="not one thread"):
+        Crew(8, lambda *_: None).open([Door(listener, 5.0, 60.0)])
+
+
+def pair_of_ours() -> tuple[ClientSocket, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return ClientSocket(fileno=ours.detach()), theirs
+
+
+def test_a_slow_client_is_not_cut_while_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    sock, theirs = pair_of_ours()
+    got: list[int] = []
+
+    def read() -> None:
+        while piece := theirs.recv(65536):
+            got.append(len(piece))
+
+    reader = threading.Thread(target=read)
+    left = iter(range(9, 0, -1))
+
+    def queue(_: int) -> int:  # less at each look, though there is no room to write
+        now = next(left)
+        if now == 1:
+            reader.start()
+        return now
+
+    monkeypatch.setattr("qmflask.crew.send_queue", queue)
+    with theirs:
+        with sock:
+            sock.settimeout(0.1)
+            sock.sendall(b"x" * 5_000_000)
+        reader.join(WAIT)
+    assert sum(got) == 5_000_000
+
+
+def test_a_client_that_takes_nothing_is_noticed() -> None:
+    sock, theirs = pair_of_ours()
+    with sock, theirs:
+        sock.settimeout(0.1)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionResetError, match="did nothing"):
+            sock.sendall(b"x" * 5_000_000)
+        assert time.monotonic() - begin >= 0.1
+
+
+def test_bytes_that_drip_come_to_an_end() -> None:
+    sock, theirs = pair_of_ours()
+    with sock, theirs:
+        sock.settimeout(WAIT)
+        sock.hasten(0.05)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionResetError):
+            while time.monotonic() - begin < WAIT:
+                theirs.sendall(b"x")
+                sock.recv(1)
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        sock.hasten(None)
+        theirs.sendall(b"y")
+        assert sock.recv(9).endswith(b"y")
 
 
 def test_a_silent_client_counts_as_gone() -> None:
