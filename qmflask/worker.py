@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,11 +18,10 @@ from typing import Any
 from gunicorn import SERVER
 from gunicorn.http.wsgi import WSGIErrorsWrapper, base_environ
 from gunicorn.util import close_graceful
-from gunicorn.workers.gthread import TConn, ThreadWorker
+from gunicorn.workers.gthread import STOP_KEEPALIVE_LINGER, TConn, ThreadWorker
 
 from qmflask import plain
-from qmflask.crew import Crew, Door
-from qmflask.timedsocket import TimedSocket
+from qmflask.crew import ClientSocket, Crew, Door
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ _BEAT_SECONDS = 0.5
 #: usually up within a second; the master gives up on one that boots for longer than `timeout`.
 _HANDOVER_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
-#: How long a client may be silent before its first bytes (browsers connect ahead, and may never ask), and later on.
+#: How long a client may be silent before its first bytes (browsers connect ahead, and may never ask), and later on;
+#: the latter is also the time for a request's head as a whole.
 _FIRST_SECONDS = 10.0
 _SILENT_SECONDS = 60.0
 #: Bytes read at first: nearly every request whole.
@@ -143,7 +144,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     # -- connections ------------------------------------------------------------------------------------------
 
-    def _serve(self, sock: TimedSocket, client: Any, server: Any) -> None:
+    def _serve(self, sock: ClientSocket, client: Any, server: Any) -> None:
         """In a thread of the crew: one connection, from its first bytes to its end."""
         if self._terms is None:
             self._serve_generally(sock, client, server, b"")
@@ -171,7 +172,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             return False
         return any(ip in network for network in self.cfg.forwarded_allow_networks())
 
-    def _serve_plainly(self, environ: dict[str, Any], sock: TimedSocket, client: Any, server: Any) -> None:
+    def _serve_plainly(self, environ: dict[str, Any], sock: ClientSocket, client: Any, server: Any) -> None:
         environ["gunicorn.socket"] = sock
         plain.enter_addresses(environ, client, server)
         self._count()
@@ -187,21 +188,20 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
             finally:
                 if hasattr(pieces, "close"):
                     pieces.close()
-        except OSError as error:
-            if error.errno not in _LEFT:
-                log.exception("the socket failed at %s", environ["RAW_URI"])
         except Exception as error:
-            if answer.begun:
+            if isinstance(error, OSError) and error.errno in _LEFT:
+                pass
+            elif answer.begun:
                 log.exception("an answer to %s was cut", environ["RAW_URI"])
             else:
                 self.handle_error(None, sock, client, error)
         finally:
-            if whole:  # and all that the client had to say was read: nothing is left to turn our close into a reset
+            if whole and not sock.unread():  # else our close would be a reset, and take what is still under way with it
                 sock.close()
             else:
                 close_graceful(sock)
 
-    def _serve_generally(self, sock: TimedSocket, client: Any, server: Any, read: bytes) -> None:
+    def _serve_generally(self, sock: ClientSocket, client: Any, server: Any, read: bytes) -> None:
         """By gunicorn: TLS, HTTP/2, kept connections, large and unusual requests. `read` has been read already."""
         sock.settimeout(_SILENT_SECONDS)
         conn = TConn(self.cfg, sock, client, server)
@@ -210,17 +210,46 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
                 conn.init()
                 conn.data_ready = True
                 conn.parser.unreader.unread(read)
-            while self.handle(conn) is True and self.alive:
-                if not _readable(conn.sock, self.cfg.keepalive):
-                    break
+            asks = True
+            while asks:
+                sock.hasten(_SILENT_SECONDS)
+                asks = self.handle(conn) is True and self._asks_again(conn)
         finally:
             conn.close(graceful=True)
+
+    def handle_request(self, req: Any, conn: TConn) -> bool:
+        """gunicorn's, once a request's head is whole."""
+        _leave_time(conn.sock)
+        return bool(super().handle_request(req, conn))
+
+    def handle_http2(self, conn: TConn) -> bool:
+        """gunicorn's, for as long as the connection lasts."""
+        _leave_time(conn.sock)
+        return bool(super().handle_http2(conn))
+
+    def _asks_again(self, conn: TConn) -> bool:
+        """Whether another request comes on a kept connection; part of it may have been read with the one before."""
+        if conn.parser.unreader.buf.getvalue() or (isinstance(conn.sock, ssl.SSLSocket) and conn.sock.pending()):
+            return True
+        left: float = self.cfg.keepalive
+        while left > 0:
+            if _readable(conn.sock, min(left, _BEAT_SECONDS)):
+                return True
+            left -= _BEAT_SECONDS
+            if not self.alive:  # as gthread: what is already on its way is answered, and told that it is the last
+                left = min(left, STOP_KEEPALIVE_LINGER)
+        return False
 
     def _count(self) -> None:
         self.nr += 1
         if self.nr >= self.max_requests and self.alive:
             self.log.info("Autorestarting worker after current request.")
             self.alive = False
+
+
+def _leave_time(sock: socket.socket) -> None:
+    if isinstance(sock, ClientSocket):  # TLS has one of its own
+        sock.hasten(None)
 
 
 def _readable(sock: socket.socket, seconds: float) -> bool:

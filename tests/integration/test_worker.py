@@ -142,6 +142,23 @@ def test_kept_connections_serve_again(start: Callable[..., Master]) -> None:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
 
 
+def test_requests_that_came_together_are_all_answered(start: Callable[..., Master]) -> None:
+    master = start("keepalive = 20\nworker_connections = 16\n")
+    with master.ask(more="\r\nGET /stream?1 HTTP/1.1\r\nHost: h\r\nConnection: close\r\n") as sock:
+        begin = time.monotonic()
+        seen = everything(sock)
+    assert seen.count(b"HTTP/1.1 200") == 2 and b"data: 0\n\n" in seen
+    assert time.monotonic() - begin < 15, "the second is not waited for, it is there"
+
+
+def test_who_goes_on_talking_does_not_lose_the_end_of_the_answer(start: Callable[..., Master]) -> None:
+    master = start()
+    with master.ask("/big?8000000") as sock:
+        seen = sock.recv(100)
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")  # nobody is going to read that
+        assert len((seen + everything(sock)).partition(b"\r\n\r\n")[2]) == 8_000_000
+
+
 def test_a_worker_is_renewed_after_so_many_requests(start: Callable[..., Master]) -> None:
     master = start("max_requests = 3\n")
     (old,) = master.workers()
