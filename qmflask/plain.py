@@ -145,9 +145,10 @@ def enter_addresses(environ: dict[str, Any], client: Any, server: Any) -> None:
     if isinstance(server, tuple):
         name, port = server[0], str(server[1])
     else:  # WSGI wants some name: the one the client used
-        name, _, port = environ.get("HTTP_HOST", server).partition(":")
-        if not port and "HTTP_HOST" in environ:
-            port = "443" if environ["wsgi.url_scheme"] == "https" else "80"
+        host = environ.get("HTTP_HOST")
+        name, *ports = (host or server).split(":")
+        usual = "443" if environ["wsgi.url_scheme"] == "https" else "80"
+        port = ports[0] if ports else usual if host else ""
     environ["SERVER_NAME"], environ["SERVER_PORT"] = name, port
 
 

@@ -168,6 +168,11 @@ def test_the_usual_requests_are_taken(data: bytes) -> None:
     assert same(data, ("::1", 4711, 0, 0), ("::1", 8080, 0, 0))
 
 
+@pytest.mark.parametrize("host", [b"", b":", b"h:", b"a:b:c", b"[::1]:8080"])
+def test_odd_hosts_over_a_unix_socket_give_the_name_that_gunicorn_gives(host: bytes) -> None:
+    assert same(POST.replace(b"h:8080", host), "", "/run/qmflask/http.sock")
+
+
 @pytest.mark.parametrize(
     "data",
     [
