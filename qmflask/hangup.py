@@ -98,7 +98,7 @@ class _Watched:
         if since is None:
             self.queued = -1
             return False
-        queued = send_queue(self.fd)
+        queued = _send_queue(self.fd)
         if queued != self.queued:
             self.queued, self.moved_ns = queued, now
             return False
@@ -245,7 +245,7 @@ def _peer_closed(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def send_queue(fd: int) -> int:
+def _send_queue(fd: int) -> int:
     """Bytes the peer has not taken yet (SIOCOUTQ; TCP and AF_UNIX alike), 0 if that cannot be known."""
     try:
         answer: bytes = fcntl.ioctl(fd, termios.TIOCOUTQ, b"\0\0\0\0")
