@@ -50,7 +50,7 @@ class Allowance:
     them within seconds.
     """
 
-    def __init__(self, burst: int = 50, a_second: float = 20.0) -> None:
+    def __init__(self, burst: int = 20, a_second: float = 10.0) -> None:
         self._burst = burst
         self._rate = a_second / 1e9
         self._left = float(burst)

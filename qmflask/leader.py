@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 SECOND = 1_000_000_000
 #: How often a standby tries the lock when no event tells it to.
 POLL = 0.25
+#: So many looks at the lock for one at the store: who leads changes seldom, and reading it costs more.
+LOOKS = 4
 #: A tick that hangs this long makes the leader's own watchdog resign.
 HUNG = 3 * SECOND
 #: A leader in state T is replaced after this time, a silent one after the second.
@@ -102,7 +104,7 @@ class Leader:
                 elif candidacy.try_win():
                     self._lead(store, candidacy)
                 else:
-                    self._stand_by(store)
+                    self._stand_by(store, candidacy)
         finally:
             candidacy.resign()
             store.close()
@@ -188,13 +190,13 @@ class Leader:
 
     # -- standing by ------------------------------------------------------------------------------------------
 
-    def _stand_by(self, store: Store) -> None:
-        """Wait until the leader's process ends, or a moment; judge a leader that stands still."""
+    def _stand_by(self, store: Store, candidacy: Candidacy) -> None:
+        """Wait until the leader's process ends or its lock is free, for a while; judge a leader that stands still."""
         leader = self._leader_process(store)
         if leader is None:
             self._stop.wait(POLL)
             return
-        identity, heartbeat = leader
+        identity, _ = leader
         descriptor = processes.pidfd(identity)
         if descriptor is None:
             self._stop.wait(0.01)
@@ -202,11 +204,16 @@ class Leader:
         try:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
-            if poller.poll(POLL * 1000):
-                return  # it has ended: its lock is free now
+            for _ in range(LOOKS):
+                if poller.poll(POLL * 1000) or not self._may_stand():
+                    return  # it has ended: its lock is free now
+                if candidacy.try_win():
+                    return  # it has resigned, and the lock is ours
         finally:
             os.close(descriptor)
-        self._judge(identity, heartbeat)
+        latest = self._leader_process(store)
+        if latest is not None and latest[0] == identity:
+            self._judge(*latest)
 
     def _leader_process(self, store: Store) -> tuple[Identity, int] | None:
         try:

@@ -86,6 +86,19 @@ class TimedSocket(socket.socket):
         self.connect(address)
         self.bound(socket.SO_SNDTIMEO, self._limit)
 
+    def gather(self, size: int, seconds: float) -> None:
+        """Have each read wait until `size` bytes are there, at most so long; what has come by then is given.
+
+        With nothing it raises TimeoutError. The sender's writes wake nobody meanwhile (SO_RCVLOWAT).
+        """
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+        self.bound(socket.SO_RCVTIMEO, seconds)
+
+    def gather_no_more(self) -> None:
+        """Have each read give whatever there is again, within what `settimeout` was given."""
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        self.bound(socket.SO_RCVTIMEO, self._limit)
+
     def _judged(self, error: BlockingIOError) -> OSError:
         return error if self._limit == 0 or error.errno not in _LATE else TimeoutError("timed out")
 

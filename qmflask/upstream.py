@@ -17,6 +17,8 @@ from qmflask import http1
 from qmflask.exchange import BLOCK, Exchange, Stale, Timeouts, UpstreamRequest, set_timeout
 from qmflask.forwardproxy import ForwardProxies
 from qmflask.hangup import Client
+from qmflask.rush import Rush
+from qmflask.timedsocket import TimedSocket
 
 if TYPE_CHECKING:
     from qmflask.pooled import Pools
@@ -104,7 +106,8 @@ class UpstreamResponse:
         self._exchange = exchange
         self._answer = answer
         self._keepalive = keepalive
-        self._recv = exchange.sock.recv
+        self._rush = Rush(exchange.sock) if isinstance(exchange.sock, TimedSocket) else None
+        self._recv = exchange.sock.recv if self._rush is None else self._rush.recv
         self._closed = False
         try:
             self._body = http1.body_of(exchange.request.method, head)
@@ -173,6 +176,8 @@ class UpstreamResponse:
             return
         self._closed = True
         self._exchange.close()
+        if self._rush is not None and self._keepalive:
+            self._rush.end()  # the connection may serve another exchange
         keep = self._keepalive and self._exchange.sent and http1.keeps_alive(self._head, self._body)
         self._answer.end(keep=keep)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from http import HTTPStatus
@@ -19,6 +20,9 @@ MAX_KEPT = 8 * 1024 * 1024
 #: The same for answers that do not call themselves JSON: enough for an error message.
 MAX_OTHER = 64 * 1024
 MAX_MESSAGE = 500
+#: Bytes at the beginning and at the end of a stream in which counters are looked for: there servers put them, and the
+#: last ones count. An event that reaches into the end is read whole.
+STREAM_HEAD, STREAM_TAIL = 4 * 1024, 8 * 1024
 #: Below it each whole number is a float, too.
 _EXACT = 2**53
 
@@ -55,6 +59,9 @@ class UsageReader:
         self.decode_failed = self._encoded and self._decoder is None
         self._counts = _Counts()
         self._rest = b""
+        self._head_left = STREAM_HEAD
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
         self._kept: list[bytes] = []
         self._size = 0
 
@@ -62,9 +69,18 @@ class UsageReader:
         """Take the next bytes of the body."""
         if self._encoded:
             data = self._decode(data)
-        if self._stream:
-            self._feed_events(data)
-        elif self._size <= self._limit:
+        if not self._stream:
+            self._keep(data)
+            return
+        head, data = data[: self._head_left], data[self._head_left :]
+        if head:
+            self._head_left -= len(head)
+            self._read_lines(head)
+        if data:
+            self._keep_tail(data)
+
+    def _keep(self, data: bytes) -> None:
+        if self._size <= self._limit:
             self._size += len(data)
             self._kept.append(data)
             if self._size > self._limit:  # a cut body is no JSON; keep only what a message may be read from
@@ -73,6 +89,7 @@ class UsageReader:
     def tokens(self) -> Tokens:
         """The counts of all that was fed."""
         if self._stream:
+            self._read_tail()
             self._event_line(self._rest)
             return self._counts.tokens()
         if self._size > self._limit:
@@ -92,7 +109,27 @@ class UsageReader:
             self.decode_failed = True
             return b""
 
-    def _feed_events(self, data: bytes) -> None:
+    def _keep_tail(self, data: bytes) -> None:
+        """Keep the last bytes of a stream, from a line's beginning on."""
+        tail = self._tail
+        if not tail and self._rest:
+            tail.append(self._rest)
+            self._tail_size, self._rest = len(self._rest), b""
+        tail.append(data)
+        self._tail_size += len(data)
+        # The first piece can go when the line that ends in the second is no part of the stream's end.
+        while len(tail) > 1 and 0 <= tail[1].find(b"\n") < self._tail_size - len(tail[0]) - STREAM_TAIL:
+            self._tail_size -= len(tail.popleft())
+        if self._tail_size > MAX_KEPT:  # one line without end
+            tail.clear()
+            self._tail_size = 0
+
+    def _read_tail(self) -> None:
+        data = b"".join(self._tail)
+        self._tail.clear()
+        self._read_lines(data[data.rfind(b"\n", 0, max(0, len(data) - STREAM_TAIL)) + 1 :])
+
+    def _read_lines(self, data: bytes) -> None:
         """Look into the lines that name a counter; nearly all do not, and cost next to nothing."""
         if self._rest:
             data = self._rest + data

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qmflask import usage
 from qmflask.usage import NOTHING, Tokens, UsageReader, error_message, tokens_of, tokens_of_stream
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "compatibility.json").read_text())
@@ -159,3 +160,29 @@ def test_counters_are_found_wherever_they_stand(end: str, size: int) -> None:
     for at in range(0, len(text), size):
         reader.feed(text[at : at + size])
     assert (reader.tokens().input_tokens, reader.tokens().output_tokens) == (8, 9)
+
+
+@pytest.mark.parametrize("block", [97, 4096, 5000, 20_000, 10**6])
+@pytest.mark.parametrize("filler", [0, 1, 50, 100, 3000])
+def test_counters_at_both_ends_of_a_long_stream_are_found_however_it_comes(block: int, filler: int) -> None:
+    events = [{"type": "message_start", "message": {"usage": {"input_tokens": 11, "output_tokens": 1}}}]
+    events += [{"type": "delta", "text": "x" * 40}] * filler
+    events += [{"type": "done", "output": "y" * 30_000, "usage": {"output_tokens": 22}}, {"type": "stop"}]
+    body = b"".join(b"event: e\ndata: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    reader = UsageReader("/v1/messages", "text/event-stream")
+    for start in range(0, len(body), block):
+        reader.feed(body[start : start + block])
+    found = reader.tokens()
+    assert (found.input_tokens, found.output_tokens) == (11, 22), "also in one event that is longer than what is kept"
+    assert len(reader._tail) == 0
+
+
+def test_of_a_long_stream_little_is_kept() -> None:
+    reader = UsageReader("/v1/messages", "text/event-stream")
+    for _ in range(10_000):
+        reader.feed(b'data: {"text": "' + b"x" * 200 + b'"}\n\n')
+        assert reader._tail_size < 2 * usage.STREAM_TAIL
+    reader = UsageReader("/v1/messages", "text/event-stream")
+    for _ in range(20):
+        reader.feed(b"z" * 1024 * 1024)
+    assert reader._tail_size <= usage.MAX_KEPT, "a line without end"
