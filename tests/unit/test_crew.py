@@ -176,7 +176,7 @@ def test_closing_ends_the_waiting_and_the_idle_and_lets_the_busy_finish(
 
 
 def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place: Callable[[int], Place]) -> None:
-    ours = place(1)
+    ours = place(2)
     ours.connect()
     sock, _ = served.seen.get(timeout=WAIT)
     assert isinstance(sock, ClientSocket) and sock.gettimeout() == 60.0 and sock.getblocking()
@@ -187,6 +187,15 @@ def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place:
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
     served.gates[sock.fileno()].set()
+
+
+def test_the_last_places_are_not_for_the_silent(served: Served, place: Callable[[int], Place]) -> None:
+    ours, seconds = place(4), []
+    for _ in range(4):
+        ours.connect()
+        sock, _ = served.seen.get(timeout=WAIT)
+        seconds.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)[0])
+    assert seconds == [5, 5, 5, 3]
 
 
 def test_a_unix_door_gives_the_same(tmp_path: Any) -> None:
