@@ -94,7 +94,7 @@ def records(folder: Path, count: int) -> Iterator[tuple[str, float]]:
     reader = threading.Thread(target=read)
     reader.start()
     for start in range(0, count, BATCH):
-        record.time = 1_800_000_000 + start // 1000
+        record = record._replace(time=1_800_000_000 + start // 1000)
         batch = [(record, None)] * min(BATCH, count - start)
         begin = time.monotonic()
         store.add(batch, Tally())
