@@ -128,9 +128,7 @@ def table(title: str, cell: Callable[[int, int], float]) -> None:
 def main(count: int) -> None:
     """Print the three tables."""
     table("lease in and out, us", lease_us)
-    table(
-        "decision, ms", lambda models, waiting: median(lambda s=all_blocked(models, waiting): decide(s, NOW), 21) * 1e3
-    )  # type: ignore[misc]
+    table("decision, ms", decision_ms)
     print(f"| activity over {count} requests | |\n| --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         for title, value in records(Path(folder), count):
