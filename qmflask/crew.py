@@ -23,6 +23,10 @@ SPARE = 4
 #: How often one who waits looks whether the doors are being closed, in seconds. A draining worker accepts for so long.
 LOOK_SECONDS = 0.2
 
+#: From this share of busy threads on a client has so many seconds for its first bytes: connections made ahead, or to do
+#: harm, must not keep those waiting who have something to say.
+_CROWDED = 0.75
+_HURRIED_SECONDS = 3.0
 #: How often the log says that nothing can be accepted.
 _QUIET_SECONDS = 10.0
 
@@ -247,6 +251,8 @@ class Crew:
             log.error(message, error)
 
     def _run(self, sock: ClientSocket, client: Any, address: Any) -> None:
+        if self._busy > self._limit * _CROWDED:
+            sock.bound(socket.SO_RCVTIMEO, _HURRIED_SECONDS)
         try:
             self._serve(sock, client, address)
         except BaseException:  # SystemExit too: a thread that ended here would be missed for ever, and by the drain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import threading
@@ -175,7 +176,7 @@ def test_closing_ends_the_waiting_and_the_idle_and_lets_the_busy_finish(
 
 
 def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place: Callable[[int], Place]) -> None:
-    ours = place(1)
+    ours = place(2)
     ours.connect()
     sock, _ = served.seen.get(timeout=WAIT)
     assert isinstance(sock, ClientSocket) and sock.gettimeout() == 60.0 and sock.getblocking()
@@ -186,6 +187,15 @@ def test_a_connection_brings_its_limits_and_its_keepalive(served: Served, place:
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
     served.gates[sock.fileno()].set()
+
+
+def test_the_last_places_are_not_for_the_silent(served: Served, place: Callable[[int], Place]) -> None:
+    ours, seconds = place(4), []
+    for _ in range(4):
+        ours.connect()
+        sock, _ = served.seen.get(timeout=WAIT)
+        seconds.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)[0])
+    assert seconds == [5, 5, 5, 3]
 
 
 def test_a_unix_door_gives_the_same(tmp_path: Any) -> None:
@@ -262,34 +272,40 @@ def pair_of_ours() -> tuple[ClientSocket, socket.socket]:
     return ClientSocket(fileno=ours.detach()), theirs
 
 
-def test_a_slow_client_is_not_cut_while_it_takes_anything() -> None:
-    sock, theirs = pair_of_ours()
-    got: list[int] = []
+class Room:
+    """In the place of `send`: how many bytes find room each time, 0 for none until the time was over."""
 
-    def read() -> None:
-        pause, slow_until = threading.Event(), time.monotonic() + 0.8
-        while piece := theirs.recv(65536):
-            got.append(len(piece))
-            pause.wait(0.02 if time.monotonic() < slow_until else 0)
+    def __init__(self, *rooms: int) -> None:
+        self.rooms = list(rooms)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    with theirs:
-        with sock:
-            sock.settimeout(0.4)
-            sock.sendall(b"x" * 5_000_000)
-        reader.join(WAIT)
-    assert sum(got) == 5_000_000
+    def __call__(self, sock: socket.socket, data: bytes, flags: int) -> int:
+        room = self.rooms.pop(0)
+        if not room:
+            raise BlockingIOError(errno.EAGAIN, "no room")
+        return min(room, len(data))
 
 
-def test_a_client_that_takes_nothing_is_noticed() -> None:
+def test_a_slow_client_is_not_cut_while_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 99)
+    monkeypatch.setattr("qmflask.crew._send", room)
     sock, theirs = pair_of_ours()
     with sock, theirs:
-        sock.settimeout(0.1)
-        begin = time.monotonic()
+        sock.settimeout(WAIT)
+        sock.sendall(b"x" * 9)
+    assert not room.rooms
+
+
+def test_a_client_that_takes_nothing_for_four_looks_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(3, 0, 0, 0, 0, 99)
+    sock, theirs = pair_of_ours()
+    with sock, theirs:
+        sock.settimeout(0.04)
+        with monkeypatch.context() as patch, pytest.raises(ConnectionResetError, match="did nothing"):
+            patch.setattr("qmflask.crew._send", room)
+            sock.sendall(b"x" * 9)
         with pytest.raises(ConnectionResetError, match="did nothing"):
-            sock.sendall(b"x" * 5_000_000)
-        assert time.monotonic() - begin >= 0.1
+            sock.sendall(b"x" * 5_000_000)  # the kernel's word for it is the same
+    assert room.rooms == [99]
 
 
 def test_bytes_that_drip_come_to_an_end() -> None:

@@ -78,6 +78,7 @@ def test_whoever_takes_a_listener_over_inherits_no_limits() -> None:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             listener.setsockopt(socket.SOL_SOCKET, option, timeval(0.2))
         release(listener)
+        assert not listener.getblocking()
         with pytest.raises(BlockingIOError):
             listener.accept()
         with socket.create_connection(listener.getsockname()):
