@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -11,6 +12,9 @@ log = logging.getLogger(__name__)
 
 #: Twice what the WAL grows to between two checkpoints: enough to end every lease there is.
 SIZE = 8 * 1024 * 1024
+MIB = 1024 * 1024
+#: Seconds between two lines about a full disk, of one worker.
+TELL_EVERY = 60.0
 
 
 class Ballast:
@@ -19,6 +23,7 @@ class Ballast:
     def __init__(self, directory: Path, size: int = SIZE) -> None:
         self.path = directory / "ballast"
         self._size = size
+        self._told_at = -math.inf
 
     def missing(self) -> bool:
         """True while the disk is full: the room has been given up and could not be taken again."""
@@ -32,11 +37,27 @@ class Ballast:
             return
         log.error("the disk with %s is full: nothing new is admitted until there is room again", self.path.parent)
 
+    def shortage(self, now: float) -> str:
+        """Why a request is refused, with what is free and needed; once a minute at most the log has it too."""
+        free, needed = self._free() / MIB, 2 * self._size / MIB
+        text = (
+            f"the disk with {self.path.parent} is full: {free:.1f} MiB are free, {needed:.0f} MiB are needed;"
+            " free some space"
+        )
+        if now - self._told_at >= TELL_EVERY:
+            self._told_at = now
+            log.warning("requests are refused: %s", text)
+        return text
+
+    def _free(self) -> int:
+        info = os.statvfs(self.path.parent)
+        return info.f_bavail * info.f_frsize
+
     def take(self) -> bool:
         """Take the room again if it is missing and twice as much is free; whether it is there now."""
         if self.path.exists():
             return True
-        if (info := os.statvfs(self.path.parent)).f_bavail * info.f_frsize < 2 * self._size:
+        if self._free() < 2 * self._size:
             return False
         # Under a name of its own until it is whole, so that others never see half of it.
         temporary = self.path.with_name(f"ballast.{os.getpid()}")

@@ -27,12 +27,12 @@ def read_sources(path: str | os.PathLike[str], config_dir: str | os.PathLike[str
     With `config_dir`, a file and a folder are merged, the file first. Raises ConfigError when there is nothing to
     read, or when it cannot be read.
     """
-    main = Path(path)
-    if config_dir is not None and not main.is_dir():
+    main = Path(path)  # not `is_dir`, which may raise where the folder may not be searched: reading says it
+    if config_dir is not None and not os.path.isdir(main):
         folder = Path(config_dir)
         _check_apart(main, folder)
         paths = [main, *_folder(folder)]
-    elif main.is_dir():
+    elif os.path.isdir(main):
         paths = _folder(main)
         if not paths:
             raise _error("no configuration sources found: the folder holds no .yml or .yaml file", main)
@@ -64,7 +64,7 @@ def fingerprint(path: str | os.PathLike[str]) -> Fingerprint:
     """What identifies the content behind a file or folder, links resolved; empty while nothing is there."""
     main = Path(path)
     try:
-        paths = _folder(main) if main.is_dir() else [main]
+        paths = _folder(main) if os.path.isdir(main) else [main]
         found = [(os.path.realpath(entry), os.stat(entry)) for entry in paths]
     except (OSError, ConfigError):
         return ()
@@ -127,7 +127,7 @@ def _folder(folder: Path) -> list[Path]:
     except OSError as error:
         raise _error(f"the folder cannot be read: {error.strerror}", folder) from None
     paths = [folder / name for name in sorted(names, key=os.fsencode)]
-    return [entry for entry in paths if not entry.is_dir()]
+    return [entry for entry in paths if not os.path.isdir(entry)]
 
 
 def _read(path: Path) -> str:

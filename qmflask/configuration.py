@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmflask import errors, processes
-from qmflask.config import Config, ConfigError, Loaded
+from qmflask.config import Config, ConfigError, Loaded, Problem
 from qmflask.configfiles import forget_resolved, mark_of, read_resolved, write_resolved
 from qmflask.configreader import ConfigReader, Turn
 from qmflask.names import Names
@@ -31,6 +31,11 @@ class Live:
     config: Config
     names: Names
     rules: Rules
+
+
+def serves_nothing(config: Config) -> bool:
+    """Whether a configuration has neither models nor peers."""
+    return not config.models and not config.peers
 
 
 class Lost(errors.Unavailable):
@@ -201,6 +206,7 @@ class Configuration:
         mark = reader.mark
         try:
             loaded = reader.result()
+            self._refuse_to_empty(loaded.config)
         except ConfigError as error:
             if patient and self._doubted != mark:
                 self._doubted = mark
@@ -215,6 +221,15 @@ class Configuration:
             return None
         self.take_up(store, published)
         return ""
+
+    def _refuse_to_empty(self, config: Config) -> None:
+        """An empty file is a slip of an editor or a full disk, not a wish to stop everything. Raises ConfigError."""
+        if serves_nothing(config) and self._live is not None and not serves_nothing(self._live.config):
+            message = (
+                "there are no models in it any more, the file may be empty or cut off; what is in force stays in force"
+                " (to serve nothing on purpose, stop the service; else keep one model)"
+            )
+            raise ConfigError([Problem("error", message, str(self.source), code="no_models")])
 
     def _publish_again(self, store: Store, live: Live) -> int:
         with store.read() as tx:

@@ -8,6 +8,15 @@ import sys
 from pathlib import Path
 
 
+def is_there(path: Path) -> bool:
+    """Whether something is at `path`. Raises PermissionError where that cannot be known; `exists` may say no then."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def find_our_commands() -> None:
     """Put the commands of this environment (`qmflask-demo`) into PATH, for models, although it is not activated.
 

@@ -72,6 +72,8 @@ class Router:
         self.source = source
         self._ballast = Ballast(state)
         self._full = not self._ballast.take()
+        if self._full:
+            self._ballast.shortage(time.monotonic())  # a start says it at once
         self._store = self._open_store()
         self._roster = Roster(self._store)
         self.worker, self.master = self._roster.worker, self._roster.master
@@ -236,7 +238,7 @@ class Router:
 
     def _refuse_when_full(self) -> None:
         if self._full:
-            raise errors.StoreFull(f"the disk with {self.state} is full; free some space", retry_after=10)
+            raise errors.StoreFull(self._ballast.shortage(time.monotonic()), retry_after=10)
 
     def lease_peer(self, live: Live, name: str, client: Client, ask: Ask = NO_WISHES) -> Lease:
         """Enter a request that a peer answers: nobody schedules it, but it is listed and can be cancelled."""

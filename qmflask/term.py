@@ -189,9 +189,10 @@ class Term:
     def _bury_workers(self, dead: Iterable[str]) -> None:
         dead = set(dead)
         with self._store.write(self._generation) as tx:
+            unasked = {row.id for row in reading.workers(tx) if not row.draining}  # who ends in order has left the list
             gone = scheduling.drop_dead_workers(tx, dead)
         for name in dead:
-            log.warning("worker %s is gone", name)
+            log.log(logging.WARNING if name in unasked else logging.INFO, "worker %s is gone", name)
             if (descriptor := self._workers.pop(name, None)) is not None:
                 self._selector_remove(descriptor)
                 os.close(descriptor)

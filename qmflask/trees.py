@@ -420,7 +420,7 @@ class Trees:
         code = exit_words(tree.exit_code)
         message = f"model {row.model}: upstream command exited prematurely with {code}, before it was healthy"
         if row.port is not None and (holder := processes.holder_of(row.port)):
-            message += f"; port {row.port} is held by {holder}"
+            message += f"; at {time.strftime('%H:%M:%S')} port {row.port} was held by {holder}"
         if lines:
             message += "; last log lines: " + " | ".join(" ".join(line.split()) for line in lines)
         return errors.ModelStartFailed(message)

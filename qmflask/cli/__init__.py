@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -45,6 +46,16 @@ class Commands(click.Group):
         found = getattr(import_module(f"qmflask.cli.{module}"), name)
         assert isinstance(found, click.Command)
         return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a place that this user may not enter is told in a line, whoever met it."""
+        try:
+            return super().invoke(ctx)
+        except PermissionError as error:
+            if error.filename is None:
+                raise
+            mend = "run as the user to whom it belongs, or name another place"
+            raise click.ClickException(f"{error.filename}: Permission denied; {mend}") from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

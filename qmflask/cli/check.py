@@ -34,6 +34,7 @@ def command(path: Path | None, config_dir: Path | None, as_json: bool, strict: b
     Without PATH: what QMFLASK_CONFIG names, else the shipped demonstration. Unknown keys are errors here. Exit code:
     0 good, 1 errors (with --strict: or warnings).
     """
+    unnamed = path is None
     if path is None:
         from qmflask.places import source_path
 
@@ -42,6 +43,8 @@ def command(path: Path | None, config_dir: Path | None, as_json: bool, strict: b
     if as_json:
         _print_json(report)
     else:
+        if unnamed:
+            click.echo(f"{path}:")
         _print_text(report)
     sys.exit(1 if report.errors or (strict and report.warnings) else 0)
 

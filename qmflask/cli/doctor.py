@@ -80,7 +80,7 @@ def _places(service: Service) -> tuple[Path, Path]:
         theirs = Path(told["source"]), Path(told["state"])
     except (click.ClickException, KeyError, TypeError):
         return here  # what is wrong with the service is said later
-    return theirs if theirs[0].exists() and theirs[1].is_dir() else here
+    return theirs if os.path.exists(theirs[0]) and os.path.isdir(theirs[1]) else here
 
 
 def _service(service: Service, source: str) -> Iterator[Finding | dict[str, Any]]:
@@ -138,6 +138,8 @@ def _survivors(look: Any) -> Iterator[Finding]:
     except click.ClickException as error:
         yield fail("state", error.message, "run as the service's user")
         return
+    except PermissionError:
+        return  # said of the state directory already
     if left:
         names = ", ".join(f"{name} (pid {pid})" for name, pid in left.items())
         yield warn(

@@ -21,6 +21,7 @@ from qmflask.configfiles import load_path
 from qmflask.gpu import Amd, Nvml
 from qmflask.memory.llama import read_command
 from qmflask.memory.samples import Card
+from qmflask.places import is_there
 from qmflask.policy.eviction import gib
 from qmflask.ports import holder_of, port_is_free
 from qmflask.sampling import Sampler
@@ -65,7 +66,12 @@ def _check(source: Path) -> str:
 
 def state(folder: Path) -> Iterator[Finding]:
     """The state directory: is it there, ours, local and roomy, and does somebody lead in it."""
-    if not folder.exists():
+    try:
+        there = is_there(folder)
+    except PermissionError:
+        yield fail("state", f"{folder}: Permission denied", "run as the service's user, or set QMFLASK_STATE")
+        return
+    if not there:
         yield ok("state", f"{folder} is not there yet; the service makes it at its first start")
         return
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):

@@ -19,6 +19,7 @@ from qmflask.host import Host
 from qmflask.memory.estimate import Estimate
 from qmflask.memory.gguf import GGUFError
 from qmflask.modelfiles import read_model
+from qmflask.places import is_there
 
 
 @click.command("init")
@@ -48,7 +49,7 @@ def command(
     if not folder.is_dir():
         raise click.ClickException(f"{folder} is no folder")
     target = None if output == "-" else Path(output)
-    if target is not None and target.exists() and not force:
+    if target is not None and is_there(target) and not force:
         raise click.ClickException(f"{target} is there already; --force replaces it, -o names another file")
     vram_budget, ram_budget = _budgets(vram, ram)
     found, unreadable = _scan(folder.absolute())

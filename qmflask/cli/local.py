@@ -16,7 +16,7 @@ from qmflask.config import Config, ConfigError
 from qmflask.configfiles import load_path, read_resolved
 from qmflask.names import Names
 from qmflask.overview import overview
-from qmflask.places import source_path, state_path
+from qmflask.places import is_there, source_path, state_path
 from qmflask.policy.rules import make_rules
 from qmflask.processes import Identity
 from qmflask.states import DOWN
@@ -33,7 +33,7 @@ def state_directory() -> Path:
 def opened() -> Iterator[Store]:
     """The store of the state directory. Raises ClickException where there is none, or it cannot be read."""
     folder = state_directory()
-    if not (folder / "state.db").exists():
+    if not is_there(folder / "state.db"):
         raise click.ClickException(f"and there is no state in {folder}; --state names another directory")
     try:
         store = Store(folder, processes.boot_id())
@@ -58,7 +58,7 @@ def look() -> dict[str, Any]:
 
 def survivors() -> dict[str, int]:
     """Models whose processes run although nobody serves: model -> pid. Empty where there is no state."""
-    if not (state_directory() / "state.db").exists():
+    if not is_there(state_directory() / "state.db"):
         return {}
     with opened() as store, store.read() as tx:
         rows = reading.processes(tx).values()

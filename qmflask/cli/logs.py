@@ -76,12 +76,13 @@ def _from_files(model: str | None, previous: bool, down: Down) -> Read:
     from qmflask.cli import local  # it brings the whole service along
     from qmflask.logfiles import ModelLog
     from qmflask.logtail import read_after, service_log
+    from qmflask.places import is_there
 
     folder = local.state_directory() / "logs"
     log = ModelLog(folder, local.model_id(model)) if model else service_log(folder)
     if previous:
         log.path = log.previous
-    if not log.path.exists():
+    if not is_there(log.path):
         raise Down(f"{down.message}; and {folder} has no such log") from None
     click.echo(f"no service; from {log.path}:", err=True)
 

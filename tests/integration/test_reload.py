@@ -35,9 +35,9 @@ def running_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servic
 
 @pytest.fixture
 def service(running_service: Service) -> Iterator[Service]:
-    """The running service without any model, and with nothing noted yet."""
+    """The running service with a model that nobody asks for, and with nothing noted yet."""
     yield running_service
-    put(running_service, {"models": {}})
+    put(running_service, {"models": {"nothing": {"cmd": "true ${PORT}"}}})
     eventually(lambda: running_service.running() == [], "the test's models are gone")
     running_service.events_path.unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ def clean(service: Service) -> Iterator[None]:
     service.events_path.unlink(missing_ok=True)
     yield
     activate(service, None)
-    take(service, {"models": {}})
+    take(service, {"models": {"nothing": {"cmd": "true ${PORT}"}}})
     service.get("/unload")
 
 
@@ -43,7 +43,9 @@ def models(service: Service, *names: str, **settings: dict[str, Any]) -> dict[st
 def take(service: Service, config: dict[str, Any]) -> None:
     """Put another configuration in force, and see all workers have it."""
     service.write_config(config)
-    wanted = service.post("/api/config/reload").json()["generation"]
+    answer = service.post("/api/config/reload")
+    assert answer.status == 200, answer.body
+    wanted = answer.json()["generation"]
 
     def all_agree() -> bool:
         return all(service.get("/api/config").json()["worker_generation"] >= wanted for _ in range(6))

@@ -32,7 +32,13 @@ def test_good_file(tmp_path: Path) -> None:
     assert head.split() == ["model", "port", "group", "pool", "vram", "ram", "ttl", "command"]
     assert row.split(None, 7) == ["m", "5800", "(default)", "vram", "?", "?", "never", "r --port 5800 'a b'"]
     assert result.output.endswith("0 errors, 0 warnings, 1 model\n")
-    assert run("check", QMFLASK_CONFIG=str(tmp_path)).output == result.output
+    assert run("check", QMFLASK_CONFIG=str(tmp_path)).output == f"{tmp_path}:\n{result.output}"
+
+
+def test_a_file_that_was_not_named_is_said(tmp_path: Path) -> None:
+    path = file(tmp_path, GOOD)
+    assert run("check", QMFLASK_CONFIG=str(path)).output.startswith(f"{path}:\n")
+    assert str(path) not in run("check", path).output
 
 
 def test_errors_and_unknown_keys(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -46,6 +49,23 @@ def test_serve_leaves_to_the_settings_what_is_not_given() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "bind", ["127.0.0.1:99999", "nonsense", "8080", "a:b", "127.0.0.1:", "::1:80", "unix:", "fd://x", "no host:80", ""]
+)
+def test_serve_refuses_an_address_that_is_none(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("gunicorn would say it with a traceback"))
+    result = CliRunner().invoke(main, ["serve", "--bind", bind])
+    assert result.exit_code == 2 and "HOST:PORT" in result.output and repr(bind) in result.output
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", ":80", "[::1]:80", "tcp://127.0.0.1:80", "unix:s", "fd://3"])
+def test_serve_takes_the_addresses_that_gunicorn_takes(bind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _program, words: started.append(words))
+    assert CliRunner().invoke(main, ["serve", "--bind", bind]).exit_code == 0
+    assert bind in started[0]
+
+
 def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("models: {a: {}}\n")
@@ -68,6 +88,43 @@ def test_serve_says_what_is_wrong_before_gunicorn_speaks(tmp_path: Path) -> None
 def test_what_is_not_there_is_a_failure_and_not_wrong_usage(tmp_path: Path, words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, [*words, str(tmp_path / "none")])
     assert result.exit_code == 1 and "none" in result.output and isinstance(result.exception, SystemExit), result
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that may not be searched, for root either; the state is in it."""
+    folder = tmp_path / "locked"
+
+    def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(path: Any, *more: Any, **named: Any) -> Any:
+            if str(path).startswith(f"{folder}/"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *more, **named)
+
+        return wrapper
+
+    folder.mkdir()
+    for name in ("stat", "open", "listdir"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
+    monkeypatch.setenv("QMFLASK_STATE", f"{folder}/state")
+    monkeypatch.setenv("QMFLASK_URL", f"unix:{tmp_path}/none")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *[("ps",), ("logs",), ("unload", "--all"), ("check", "{locked}/c.yaml"), ("doctor",)],
+        *[("init", "{locked}/models"), ("init", "{folder}", "-o", "{locked}/c.yaml")],
+    ],
+)
+def test_a_place_that_may_not_be_entered_is_told_in_a_line(locked: Path, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, [word.format(locked=locked, folder=locked.parent) for word in words])
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result
+    told = [line for line in result.output.splitlines() if str(locked) in line]
+    assert len(told) == 1 and "Permission denied" in told[0], result.output
+    if words[0] != "check":
+        assert "run as the" in result.output
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://h:abc", "http://h:99999", "unix:x", ""])

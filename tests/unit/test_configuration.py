@@ -66,6 +66,30 @@ def test_a_file_that_was_put_right_again_ends_the_complaint(store: Store, tmp_pa
     assert leader.look(store, 5 * SECOND, wait=True) == ""
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n", "logLevel: warn\n"])
+def test_a_file_that_lost_all_its_models_changes_nothing(store: Store, tmp_path: Path, text: str) -> None:
+    source = tmp_path / "config.yaml"
+    source.write_text(ONE)
+    leader = Configuration(source, tmp_path / "state")
+    leader.boot(store, "master")
+    source.write_text(text)
+    assert leader.look(store, SECOND, wait=True) is None, "it may be half written"
+    for told in (leader.look(store, 3 * SECOND, wait=True), leader.reload(store)):
+        assert told and str(source) in told and "no models" in told and "stop the service" in told
+    assert generation(store) == 1 and list(leader.live.config.models) == ["a"]
+    source.write_text("peers: {p: {proxy: 'http://p', models: [x]}}\n")
+    assert leader.look(store, 5 * SECOND, wait=True) == "", "a peer's models are models"
+
+
+def test_a_service_may_start_without_models_and_go_on_so(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "config.yaml"
+    source.write_text("")
+    leader = Configuration(source, tmp_path / "state")
+    leader.boot(store, "master")
+    source.write_text("logLevel: warn\n")
+    assert leader.look(store, SECOND, wait=True) == ""
+
+
 def test_the_leader_does_not_wait_while_a_file_is_read(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,3 +253,13 @@ def test_time_alone_is_enough(box: Box, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(schedule, "next_deadline", lambda snapshot, now: now + 1)
     box.lead()
     assert sights.count >= 4
+
+
+def test_only_a_worker_that_ended_unasked_is_worth_a_warning(box: Box, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("killed", "drained"):
+        admission.register_worker(box.store, name, 2**22 + 1, 1, "master")  # above the largest pid
+    admission.set_draining(box.store, "drained")
+    with caplog.at_level(logging.INFO):
+        box.lead()
+    found = {record.getMessage(): record.levelname for record in caplog.records if record.getMessage().endswith("gone")}
+    assert found == {"worker killed is gone": "WARNING", "worker drained is gone": "INFO"}
