@@ -65,6 +65,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.told_early = False  # to end, while we were still booting
+        self._ends = False  # `alive` ends later: what comes until nobody accepts any more is served like all before
         self._give_way_by: float | None = None  # when we end at the latest, once we are being replaced
         self._terms = _terms(self.cfg)
         self._is_trusted = lru_cache(maxsize=1024)(self._is_allowed)
@@ -84,15 +85,15 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         if self.told_early:
             self.handle_exit(signal.SIGTERM, None)
         self.tpool.open([Door(listener.sock, _FIRST_SECONDS, _SILENT_SECONDS) for listener in self.sockets])
-        while self.alive and self.is_parent_alive():
+        while self.alive and not self._ends and self.is_parent_alive():
             self.notify()
             self._sleep(_BEAT_SECONDS if self._give_way_by is None else _LOOK_SECONDS)
             self._give_way()
-        self.alive = False
         self.tpool.close()
         self.tpool.wait_for_doors(_BEAT_SECONDS)
         for listener in self.sockets:
             listener.close()
+        self.alive = False  # the application begins to drain: from here on it would refuse newcomers
         while not self.tpool.wait(_BEAT_SECONDS):
             self.notify()
         self.poller.close()
@@ -115,7 +116,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         if not self.booted:
             self.told_early = True
         elif self.may_go is None or not self._is_replaced():
-            self.alive = False
+            self._ends = True
         elif self._give_way_by is None:  # the master repeats itself
             self._give_way_by = time.monotonic() + _HANDOVER_SECONDS
 
@@ -133,7 +134,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
         if self._give_way_by is None:
             return
         if time.monotonic() >= self._give_way_by or self._are_successors_up():
-            self.alive = False
+            self._ends = True
 
     def _are_successors_up(self) -> bool:
         try:
@@ -242,9 +243,9 @@ class Worker(ThreadWorker):  # type: ignore[misc]  # gunicorn has no types
 
     def _count(self) -> None:
         self.nr += 1
-        if self.nr >= self.max_requests and self.alive:
+        if self.nr >= self.max_requests and not self._ends:
             self.log.info("Autorestarting worker after current request.")
-            self.alive = False
+            self._ends = True
 
 
 def _leave_time(sock: socket.socket) -> None:
